@@ -1,0 +1,35 @@
+# Everything sets itself up: a virtual environment with the pinned versions of constraints.txt.
+VENV ?= .venv
+PYTHON ?= python3
+RUN := $(VENV)/bin
+
+.PHONY: train test lint check clean help
+
+help:
+	@echo "make train   the quickstart: asynchronous GRPO on this machine, about a minute after installation"
+	@echo "make test    all tests that need no GPU"
+	@echo "make lint    formatting, lint, types, layers"
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV) (once; a few minutes)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: $(VENV)/.installed
+	$(RUN)/python examples/quickstart/prepare.py runs/quickstart-model
+	$(RUN)/headrace train examples/quickstart/quickstart.toml --overwrite
+
+test: $(VENV)/.installed
+	$(RUN)/python -m pytest tests --ignore=tests/gpu $(ARGS)
+
+lint: $(VENV)/.installed
+	$(RUN)/ruff format --check .
+	$(RUN)/ruff check .
+	$(RUN)/mypy
+	$(RUN)/python .ci/layers.py
+
+check: lint test
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,110 @@
+"""`headrace audit`: laws 1 to 4 on a finished or crashed run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.audit.laws import PROVENANCE, Violation, check_laws
+from headrace.config.load import read_config
+from headrace.config.run import RunConfig
+from headrace.ledger import Ledger
+from headrace.telemetry.episodes import StoredEpisode, read_episodes
+from headrace.telemetry.folder import RunFolder
+
+TOLERANCE = 1e-4
+"""Largest difference between a recorded and a recomputed log-prob, in float32."""
+
+
+@dataclass
+class AuditReport:
+    """What an audit found."""
+
+    ledger: dict[str, Any]
+    violations: list[Violation] = field(default_factory=list)
+    episodes: int = 0
+    """Stored episodes looked at."""
+    recomputed: dict[str, Any] | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.violations
+
+
+def run_audit(folder: Path, recompute: int = 0) -> AuditReport:
+    """Check the laws on what the run left; with `recompute`, also that many episodes' log-probs."""
+    place = RunFolder(folder).require()
+    config = read_config(place.config)
+    ledger = Ledger(place.ledger, create=False)
+    stored = list(read_episodes(place))
+    report = AuditReport(ledger=ledger.sums(), episodes=len(stored))
+    report.violations += check_laws(
+        ledger,
+        stored,
+        place.read_events(),
+        bound=config.buffer.staleness_bound,
+        group_size=config.training.group_size,
+    )
+    ledger.close()
+    if recompute:
+        _recompute(report, config, place, stored, recompute)
+    return report
+
+
+def _recompute(
+    report: AuditReport, config: RunConfig, place: RunFolder, stored: list[StoredEpisode], wanted: int
+) -> None:
+    from headrace.audit.kept import KeptVersions
+    from headrace.audit.recompute import replay_logprobs
+
+    kept = KeptVersions(Path(config.model.path), place.versions, dtype=config.engine.dtype)
+    chosen = _spread([item for item in stored if _replayable(item, kept.numbers)], wanted)
+    if len(chosen) < wanted:
+        what = f"{len(chosen)} of {wanted} episodes have all their versions' weights kept"
+        report.violations.append(Violation(PROVENANCE, str(place.versions), what))
+    tolerance = TOLERANCE if config.engine.dtype == "float32" else 0.1
+    worst, total, tokens = 0.0, 0.0, 0
+    for item in chosen:
+        for index, turn in enumerate(item.episode.turns):
+            if not len(turn.tokens):
+                continue
+            again = replay_logprobs(kept.model, item.episode.full_context(index), turn)
+            difference = abs(again - turn.logprobs)
+            worst, total, tokens = (
+                max(worst, float(difference.max())),
+                total + float(difference.sum()),
+                tokens + len(again),
+            )
+            if not difference.max() <= tolerance:
+                place_ = int(difference.argmax())
+                what = (
+                    f"token {place_} of version {turn.versions[place_]}: log-prob {turn.logprobs[place_]:.6f},"
+                    f" recomputed {again[place_]:.6f}"
+                )
+                report.violations.append(Violation(PROVENANCE, f"{item.episode.id} turn {index}", what))
+    report.recomputed = {
+        "episodes": len(chosen),
+        "tokens": tokens,
+        "max_abs_diff": worst,
+        "mean_abs_diff": total / max(tokens, 1),
+    }
+
+
+def _replayable(item: StoredEpisode, kept: set[int]) -> bool:
+    needed = {event.version for turn in item.episode.turns for event in turn.lineage}
+    return bool(needed) and needed <= kept
+
+
+def _spread(items: list[StoredEpisode], wanted: int) -> list[StoredEpisode]:
+    """An even choice over the run, those that saw a swap first."""
+    swapped = [item for item in items if item.episode.version_min != item.episode.version_max]
+    steady = [item for item in items if item.episode.version_min == item.episode.version_max]
+    half = min(len(swapped), max(wanted // 2, wanted - len(steady)))
+    return [*_evenly(swapped, half), *_evenly(steady, wanted - half)]
+
+
+def _evenly(items: list[StoredEpisode], wanted: int) -> list[StoredEpisode]:
+    if wanted >= len(items):
+        return items
+    return [items[i * len(items) // wanted] for i in range(wanted)]

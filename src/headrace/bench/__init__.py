@@ -1,0 +1,59 @@
+"""Benchmarks: each prints ratios measured in one run, and keeps them with hardware, date and commit."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+
+def result(name: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> dict[str, Any]:
+    """A benchmark's result as `--json` prints it."""
+    return {
+        "bench": name,
+        "hardware": hardware(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "rows": rows,
+        "figures": figures,
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures were obtained on."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "python": platform.python_version(),
+    }
+
+
+def commit() -> str | None:
+    """The checkout's commit, marked when it has changes; None outside a checkout."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,77 @@
+"""The workload of `headrace bench loop`: completions of given lengths, and a scorer that waits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from headrace.records import Task
+from headrace.rollout.base import Policy
+from headrace.scoring.base import Attempt
+
+VOCABULARY = 64
+PROMPT_TOKENS = 16
+
+
+def tasks(count: int, group_size: int, median: int, sigma: float, cap: int, seed: int) -> Iterator[Task]:
+    """Each with the lengths of its episodes: log-normal, capped. The same for the same seed."""
+    dice = random.Random(seed)
+    for number in range(count):
+        lengths = [min(cap, max(1, round(dice.lognormvariate(0, sigma) * median))) for _ in range(group_size)]
+        prompt = [dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        yield Task(id=str(number), prompt="", data={"lengths": lengths, "prompt": prompt})
+
+
+class GivenLengths:
+    """Samples exactly as many tokens as the task says for its first, second, … episode."""
+
+    def __init__(self) -> None:
+        self._begun: Counter[str] = Counter()
+
+    async def rollout(self, task: Task, policy: Policy) -> None:
+        lengths = task.data["lengths"]
+        place = self._begun[task.id]
+        self._begun[task.id] += 1
+        await policy.sample(task.data["prompt"], max_tokens=lengths[place % len(lengths)])
+
+
+async def waiting_score(task: Task, attempt: Attempt, mean_s: float = 0.0) -> float:
+    """A reward after a wait, as of a judge or a sandbox: uniform between half and 1.5 times the mean."""
+    dice = random.Random(f"{task.id}/{attempt.turns[-1].tokens[:4]}")
+    if mean_s > 0:
+        await asyncio.sleep(mean_s * dice.uniform(0.5, 1.5))
+    return dice.random()
+
+
+def make_model(folder: Path, *, hidden: int, layers: int, max_positions: int, seed: int) -> None:
+    """A random model without an end-of-sequence token, so that only the wanted length ends a completion."""
+    from tokenizers import Tokenizer, models
+
+    from headrace.models import ModelConfig, random_model, save_model
+
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": VOCABULARY,
+            "hidden_size": hidden,
+            "intermediate_size": 3 * hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": hidden // 4,
+            "max_position_embeddings": max_positions,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+        }
+    )
+    model = random_model(config, seed)
+    folder.mkdir(parents=True)
+    save_model(model, config, folder)
+    Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, "w0")).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

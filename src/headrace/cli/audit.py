@@ -1,0 +1,50 @@
+"""`headrace audit`: do the laws hold on this run?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from headrace.cli.output import console, facts_of, ledger_line, only_json, print_json, table_of
+from headrace.telemetry.folder import RunFolder
+
+
+def command(folder: Path, recompute: int, *, json: bool) -> None:
+    run = RunFolder(folder).require()
+    with only_json(json):
+        from headrace.audit import run_audit
+
+        report = run_audit(run.path, recompute)
+    if json:
+        print_json(
+            {
+                "ok": report.ok,
+                "ledger": report.ledger,
+                "violations": [violation._asdict() for violation in report.violations],
+                "recomputed": report.recomputed,
+            }
+        )
+    else:
+        _print(run, report)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _print(run: RunFolder, report: Any) -> None:
+    out = console()
+    recomputed = report.recomputed or {}
+    facts = [("episodes", ledger_line(report.ledger))]
+    if recomputed.get("episodes"):
+        facts.append(
+            (
+                "log-probs",
+                f"{recomputed['tokens']:,} tokens of {recomputed['episodes']:,} episodes recomputed: "
+                f"differ by {recomputed['mean_abs_diff']:.2g} on average, {recomputed['max_abs_diff']:.2g} at most",
+            )
+        )
+    facts.append(("laws", "all hold" if report.ok else f"{len(report.violations)} violations"))
+    out.print(facts_of(facts, title=f"Audit: {run.path}"))
+    if report.violations:
+        out.print(table_of([violation._asdict() for violation in report.violations]))

@@ -1,0 +1,97 @@
+"""What a configuration points at: the model's folder, task files, environments and scorers."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from headrace.config.run import RunConfig
+from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError
+from headrace.references import resolve
+from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
+
+
+def check_outside(config: RunConfig) -> None:
+    """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
+    _check_model(config.model.path)
+    _check_tasks(config.tasks, "tasks")
+    if config.evaluation.tasks is not None:
+        _check_tasks(config.evaluation.tasks, "evaluation.tasks")
+    _check_callable(config.environment.source, "environment.source")
+    _check_callable(config.scorer.source, "scorer.source")
+
+
+def _check_model(path: str) -> None:
+    from headrace.models.folder import check_folder
+
+    _with_key("model.path", check_folder, path)
+    if not (Path(path) / "tokenizer.json").is_file():
+        raise ModelFolderError(
+            "model.path: a model folder holds a tokenizer.json", path, "save the model's tokenizer there as well"
+        )
+
+
+def _check_tasks(tasks: TaskConfig, key: str) -> None:
+    if isinstance(tasks, JsonlTasks):
+        _check_jsonl(Path(tasks.path), key)
+    elif isinstance(tasks, PythonTasks):
+        _check_callable(tasks.source, f"{key}.source")
+    elif isinstance(tasks, ReasoningGymTasks):
+        _check_reasoning_gym(tasks, key)
+
+
+def _check_jsonl(file: Path, key: str) -> None:
+    if not file.is_file():
+        what = "is a folder" if file.is_dir() else "does not exist"
+        raise ConfigError(f"{key}.path names a file of tasks; it {what}", str(file), f"change {key}.path")
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
+        number, first = next(numbered, (0, ""))
+    if not number:
+        raise ConfigError(f"{key}.path names a file with at least one task", str(file), "write one task a line")
+    try:
+        task = json.loads(first)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            f"{file}, line {number}: a line is one JSON object",
+            f"{first.strip()[:60]}: {error}",
+            "correct the line",
+        ) from error
+    if not isinstance(task, dict) or "prompt" not in task:
+        raise ConfigError(
+            f'{file}, line {number}: a task has a "prompt"',
+            sorted(task) if isinstance(task, dict) else task,
+            'write {"prompt": …, "answer": …}',
+        )
+
+
+def _check_reasoning_gym(tasks: ReasoningGymTasks, key: str) -> None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise MissingExtra("reasoning-gym", "reasoning-gym")
+    from reasoning_gym.factory import DATASETS
+
+    if tasks.dataset not in DATASETS:
+        close = difflib.get_close_matches(tasks.dataset, DATASETS, n=3)
+        remedy = (
+            f"did you mean {' or '.join(map(repr, close))}?" if close else f"known: {', '.join(sorted(DATASETS))}"
+        )
+        raise ConfigError(f"{key}.dataset is a data set of reasoning-gym", tasks.dataset, remedy)
+
+
+def _check_callable(source: str, key: str) -> None:
+    found = _with_key(key, resolve, source)
+    if not callable(found):
+        raise ConfigError(f"{key} names a class or a function", source, f"it leads to {type(found).__name__}")
+
+
+def _with_key(key: str, check: Callable[[str], object], value: str) -> object:
+    """`check(value)`; its error also names the key that the value came from."""
+    try:
+        return check(value)
+    except MissingExtra:
+        raise
+    except InputError as error:
+        raise type(error)(f"{key}: {error.rule}", error.value, error.remedy) from error

@@ -1,0 +1,123 @@
+"""A run's whole configuration: the rooms' own classes, composed."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from headrace.buffer.config import BufferConfig
+from headrace.config.base import Config
+from headrace.engine.config import EngineConfig, NativeEngineConfig
+from headrace.errors import ConfigError
+from headrace.rollout.config import EnvironmentConfig, SamplingConfig, TaskConfig
+from headrace.scoring.config import ScorerConfig
+from headrace.sync.config import SyncConfig
+from headrace.telemetry.config import RecordingConfig
+from headrace.training.config import TrainingConfig
+
+
+class ModelConfig(Config):
+    """The policy."""
+
+    path: str
+    """A Hugging Face folder: config.json, safetensors, tokenizer.json."""
+
+
+class EvaluationConfig(Config):
+    """Held-out tasks, sampled at intervals beside training, by an engine whose weights stand still meanwhile."""
+
+    tasks: TaskConfig | None = None
+    """None: no evaluation."""
+    limit: Annotated[int, Meta(ge=1)] = 500
+    """Most tasks evaluated."""
+    every: Annotated[int, Meta(ge=1)] = 50
+    """Training steps between evaluations; the first comes before training, the last after it."""
+    samples: Annotated[int, Meta(ge=1)] = 1
+    """Completions per task; pass@1 and pass@samples are reported."""
+    sampling: SamplingConfig = SamplingConfig()
+
+
+class LimitsConfig(Config):
+    """Deadlines: every wait has one."""
+
+    start_s: Annotated[float, Meta(gt=0)] = 120.0
+    """Longest a process may take to start and load its model."""
+    batch_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """Longest the trainer waits for a batch."""
+    step_s: Annotated[float, Meta(gt=0)] = 3600.0
+    """Longest one training step may take."""
+    close_s: Annotated[float, Meta(gt=0)] = 10.0
+    """Longest a process may take to end by itself before it is killed."""
+
+
+class RunConfig(Config):
+    """Everything a user can choose about a run."""
+
+    model: ModelConfig
+    tasks: TaskConfig
+    name: str | None = None
+    """The run's folder is runs/NAME. None: the configuration file's name."""
+    seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    environment: EnvironmentConfig = EnvironmentConfig()
+    scorer: ScorerConfig = ScorerConfig()
+    engine: EngineConfig = NativeEngineConfig()
+    buffer: BufferConfig = BufferConfig()
+    training: TrainingConfig = TrainingConfig()
+    sync: SyncConfig = SyncConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    recording: RecordingConfig = RecordingConfig()
+    limits: LimitsConfig = LimitsConfig()
+
+    @property
+    def synchronous(self) -> bool:
+        """Whether generation and training take turns."""
+        return self.buffer.staleness_bound == 0
+
+    @property
+    def generating_groups(self) -> int:
+        """Most groups in generation at once: what fills the engines, and half as much again in their queues."""
+        running = self.engine.max_running * self.engine.count
+        return max(1, -(-3 * running // (2 * self.training.group_size)))
+
+    def check(self) -> None:
+        if self.name is not None and (self.name.strip(" .") == "" or any(char in self.name for char in "/\\\0")):
+            raise ConfigError("name is that of one folder", self.name, "use letters, digits, - and _")
+        bound = self.buffer.staleness_bound
+        if bound is not None and self.sync.interval > bound + 1:
+            raise ConfigError(
+                "weights are published at least every buffer.max_staleness + 1 steps, or the trainer starves",
+                f"sync.interval = {self.sync.interval}, max_staleness = {bound}",
+                "lower sync.interval or raise buffer.max_staleness",
+            )
+        batch = self.training.groups_per_batch
+        if self.buffer.depth is not None and self.buffer.depth < batch:
+            raise ConfigError(
+                "buffer.depth holds at least one batch (training.groups_per_batch)",
+                f"{self.buffer.depth} < {batch}",
+                "raise buffer.depth",
+            )
+        if self.buffer.window is not None and self.buffer.window < batch:
+            raise ConfigError(
+                "buffer.window holds at least one batch (training.groups_per_batch)",
+                f"{self.buffer.window} < {batch}",
+                "raise buffer.window",
+            )
+        if self.environment.max_tokens >= self.engine.max_context:
+            raise ConfigError(
+                "environment.max_tokens leaves room for a prompt within engine.max_context",
+                f"{self.environment.max_tokens} >= {self.engine.max_context}",
+                "lower environment.max_tokens or raise engine.max_context",
+            )
+        if self.environment.sampling.temperature == 0:
+            raise ConfigError(
+                "training samples with a temperature above 0: greedy completions of a group are all the same",
+                0,
+                "set environment.sampling.temperature",
+            )
+        if self.sync.transport == "in_process":
+            raise ConfigError(
+                'sync.transport = "in_process" needs engine and trainer in one process, and a run has one each',
+                "in_process",
+                'use "shared_memory"',
+            )

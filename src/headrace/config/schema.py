@@ -1,0 +1,147 @@
+"""The configuration's shape as data: which keys exist, what each accepts and what it is when left out."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec import NODEFAULT, inspect
+
+from headrace.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration. `path` is dotted; a variant of a union has its tag in brackets."""
+
+    path: str
+    accepts: str
+    default: str
+
+
+def all_keys() -> list[Key]:
+    """Every key a configuration file may have, in the order of the classes."""
+    return list(_keys(inspect.type_info(RunConfig), ""))
+
+
+def _keys(table: inspect.Type, prefix: str) -> Iterator[Key]:
+    assert isinstance(table, inspect.StructType)
+    for field in table.fields:
+        variants = _variants(field.type)
+        path = f"{prefix}{field.encode_name}"
+        if not variants or field.default is None:
+            yield Key(path, describe(field.type), _default(field))
+        for variant in variants:
+            tagged = len(variants) > 1 or variant.tag is not None
+            yield from _keys(variant, f"{path}[{variant.tag}]." if tagged else f"{path}.")
+
+
+def _default(field: inspect.Field) -> str:
+    if field.required:
+        return "required"
+    if field.default is not NODEFAULT:
+        return repr(field.default)
+    return repr(field.default_factory())
+
+
+def _variants(kind: inspect.Type) -> list[inspect.StructType]:
+    if isinstance(kind, inspect.UnionType):
+        return [variant for one in kind.types for variant in _variants(one)]
+    return [kind] if isinstance(kind, inspect.StructType) else []
+
+
+def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:
+    """What the schema says of a place. In `data`, a table's own tag chooses among a union's variants."""
+    kind: inspect.Type = inspect.type_info(RunConfig)
+    for part in path:
+        if isinstance(kind, inspect.VarTupleType | inspect.ListType):
+            kind = kind.item_type
+            data = None
+            continue
+        if isinstance(kind, inspect.TupleType):
+            kind = kind.item_types[int(part)]
+            data = None
+            continue
+        fields = [field for variant in tables(kind, data) for field in variant.fields]
+        found = [field.type for field in fields if field.encode_name == part]
+        if not found:
+            return None
+        kind = found[0]
+        data = data.get(part) if isinstance(data, Mapping) else None
+    return kind
+
+
+def is_text(kind: inspect.Type | None) -> bool:
+    """Whether a place holds text, or nothing."""
+    if isinstance(kind, inspect.UnionType):
+        return all(isinstance(one, inspect.StrType | inspect.NoneType) for one in kind.types)
+    return isinstance(kind, inspect.StrType)
+
+
+def tables(kind: inspect.Type, data: Any = None) -> list[inspect.StructType]:
+    """The tables a place may hold: the one whose tag `data` has, or all."""
+    variants = _variants(kind)
+    if isinstance(data, Mapping):
+        chosen = [
+            variant for variant in variants if variant.tag_field and data.get(variant.tag_field) == variant.tag
+        ]
+        return chosen or variants
+    return variants
+
+
+def names(table: inspect.StructType) -> list[str]:
+    """The keys of one table, its tag included."""
+    tag = [table.tag_field] if table.tag_field else []
+    return tag + [field.encode_name for field in table.fields]
+
+
+def suggest(path: Sequence[str], data: Any) -> str:
+    """What the user may have meant by an unknown key."""
+    *parents, wanted = path
+    kind = type_at(parents, data)
+    table = ".".join(parents)
+    if kind is None:
+        return "check the spelling"
+    for part in parents:
+        data = data.get(part) if isinstance(data, Mapping) else None
+    known = sorted({name for variant in tables(kind, data) for name in names(variant)})
+    for variant in _variants(kind):
+        if wanted in names(variant) and wanted not in known:
+            return f'{wanted} belongs to {table}.{variant.tag_field} = "{variant.tag}"'
+    close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
+    if close:
+        return f"did you mean {'.'.join([*parents, close[0]])}?"
+    elsewhere = [key.path for key in all_keys() if key.path.rsplit(".", 1)[-1] == wanted]
+    if elsewhere:
+        return f"did you mean {elsewhere[0]}?"
+    return f"known {'in ' + table if table else 'at the top'}: {', '.join(known)}"
+
+
+def describe(kind: inspect.Type) -> str:
+    """In words, what a place accepts."""
+    if isinstance(kind, inspect.UnionType):
+        if tags := [f'"{variant.tag}"' for variant in _variants(kind)]:
+            return f"a table of type {' or '.join(tags)}"
+        return " or ".join(describe(one) for one in kind.types if not isinstance(one, inspect.NoneType))
+    if isinstance(kind, inspect.LiteralType):
+        return "one of " + ", ".join(f'"{value}"' for value in kind.values)
+    if isinstance(kind, inspect.IntType | inspect.FloatType):
+        word = "an integer" if isinstance(kind, inspect.IntType) else "a number"
+        limits = ((">", kind.gt), (">=", kind.ge), ("<", kind.lt), ("<=", kind.le))
+        stated = [f"{sign} {limit:.15g}" for sign, limit in limits if limit is not None]
+        return f"{word} {' and '.join(stated)}".strip()
+    if isinstance(kind, inspect.TupleType):
+        return f"an array of {len(kind.item_types)}: {', '.join(describe(one) for one in kind.item_types)}"
+    if isinstance(kind, inspect.VarTupleType | inspect.ListType):
+        return f"an array, each item {describe(kind.item_type)}"
+    return _WORDS.get(type(kind), "a value")
+
+
+_WORDS: dict[type, str] = {
+    inspect.BoolType: "true or false",
+    inspect.StrType: "a text",
+    inspect.DictType: "a table",
+    inspect.StructType: "a table",
+}

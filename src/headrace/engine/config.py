@@ -1,0 +1,44 @@
+"""Configuration of the engine. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.config.base import Config
+from headrace.errors import ConfigError
+
+
+class NativeEngineConfig(Config, tag="native", tag_field="type"):
+    """The embedded engine: continuous batching over a paged KV cache."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it runs. `auto` takes CUDA when there is one."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of its weights and KV cache."""
+    max_running: Annotated[int, Meta(ge=1)] = 256
+    """Sequences decoded together."""
+    max_context: Annotated[int, Meta(ge=2)] = 2048
+    """Longest sequence, prompt and completion together, in tokens."""
+    page_size: Annotated[int, Meta(ge=1)] = 16
+    """Tokens in one page of the KV cache."""
+    cache_tokens: Annotated[int, Meta(ge=2)] | None = None
+    """Size of the KV cache, in tokens. None: room for `max_running` sequences of `max_context`, up to 1 GiB."""
+    prefill_tokens: Annotated[int, Meta(ge=1)] = 4096
+    """Most prompt tokens in one prefill pass."""
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
+    count: Annotated[int, Meta(ge=1)] = 1
+    """Engine processes."""
+
+    def check(self) -> None:
+        if self.cache_tokens is not None and self.cache_tokens < self.max_context:
+            raise ConfigError(
+                "engine.cache_tokens holds at least one sequence of engine.max_context",
+                f"{self.cache_tokens} < {self.max_context}",
+                "raise engine.cache_tokens or lower engine.max_context",
+            )
+
+
+EngineConfig = NativeEngineConfig

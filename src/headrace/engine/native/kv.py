@@ -1,0 +1,84 @@
+"""The KV cache's tensors.
+
+Shape letters: G key/value heads, N pages, S tokens of a page, D head size, T tokens, L tokens of a gathered
+context (whole pages), B sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.models import ModelConfig
+
+
+class KvCache:
+    """Keys and values of every layer, (G, N, S, D) each: a head's page is one contiguous block."""
+
+    def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+        self.pages, self.page_size = pages, page_size
+        self.heads, self.dim = model.num_kv_heads, model.head_dim
+        self.dtype, self.device = dtype, device
+        shape = (model.num_layers, 2, self.heads, pages, page_size, self.dim)
+        self._data = _zeros(shape, dtype, device)
+        self._pages = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._data]
+        self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._data]
+        self._head_page = np.arange(self.heads)[:, None] * pages
+        self._head_row = self._head_page * page_size
+        self._work = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+
+    @staticmethod
+    def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+    @property
+    def page_bytes(self) -> int:
+        """Of one layer's keys, all heads."""
+        return self.heads * self.page_size * self.dim * self.dtype.itemsize
+
+    def row_index(self, pages_t: np.ndarray, positions_t: np.ndarray) -> Tensor:
+        """Where `write` puts tokens: the page that holds each and its position in its sequence."""
+        rows = pages_t * self.page_size + positions_t % self.page_size
+        return self._to_device((rows + self._head_row).ravel())
+
+    def page_index(self, pages_bp: np.ndarray) -> Tensor:
+        """What `gather` reads: equally many pages for each sequence."""
+        return self._to_device((pages_bp.ravel() + self._head_page).ravel())
+
+    def write(self, layer: int, rows: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> None:
+        keys, values = self._rows[layer]
+        keys.index_copy_(0, rows, k_tgd.transpose(0, 1).reshape(-1, self.dim))
+        values.index_copy_(0, rows, v_tgd.transpose(0, 1).reshape(-1, self.dim))
+
+    def gather_keys(self, layer: int, index: Tensor, sequences: int) -> Tensor:
+        """(G, B, L, D), valid until the next gathering of keys."""
+        return self._gather(self._pages[layer][0], index, sequences, 0)
+
+    def gather_values(self, layer: int, index: Tensor, sequences: int) -> Tensor:
+        return self._gather(self._pages[layer][1], index, sequences, 1)
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy whole pages, all layers. Every source is read before any target is written."""
+        read = self._data.index_select(3, torch.tensor(sources, device=self.device))
+        self._data.index_copy_(3, torch.tensor(targets, device=self.device), read)
+
+    def _gather(self, pages: Tensor, index: Tensor, sequences: int, work: int) -> Tensor:
+        # Buffers kept between calls: fresh ones of megabytes come from mmap, and faulting them in costs
+        # several times the copy (measured: 256 sequences of 64 tokens, 1.3 ms a layer against 0.25 ms).
+        wanted = len(index) * self.page_size * self.dim
+        if self._work[work].numel() < wanted:
+            self._work[work] = torch.empty(wanted, dtype=self.dtype, device=self.device)
+        out = self._work[work][:wanted].view(-1, self.page_size, self.dim)
+        return torch.index_select(pages, 0, index, out=out).view(self.heads, sequences, -1, self.dim)
+
+    def _to_device(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(index).to(self.device, non_blocking=True)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy's zeros take no memory until they are written to, so an unused part of the cache costs nothing.
+    size = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -1,0 +1,362 @@
+"""An engine in a process of its own: the process's loop, the controller's client, and what passes between.
+
+main thread     requests, forward passes, swaps          ─┐
+sync thread     announce, transfer, verify into standby   ├─ one process
+reading thread  sorts messages to the two                ─┘
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from headrace.engine.base import KvPolicy, SampleRequest, SwapReport
+from headrace.engine.config import NativeEngineConfig
+from headrace.errors import EpisodeFailure, HeadraceError, SyncError
+from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record
+from headrace.records import Record, Turn, message
+from headrace.sync.base import Manifest, Receiver
+from headrace.usage import Stopwatch, Usage
+
+if TYPE_CHECKING:
+    from headrace.engine.native.core import NativeEngine
+
+
+@message
+class EngineReady(Record):
+    call: int
+
+
+@message
+class Sample(Record):
+    call: int
+    request: SampleRequest
+
+
+@message
+class Sampled(Record):
+    call: int
+    turn: Turn
+
+
+@message
+class Abandon(Record):
+    """Forget a request: nobody waits for it any more."""
+
+    request_id: int
+
+
+@message
+class Cut(Record):
+    request_id: int
+
+
+@message
+class Announce(Record):
+    call: int
+    manifest: Manifest
+
+
+@message
+class Transfer(Record):
+    call: int
+    number: int
+
+
+@message
+class Verify(Record):
+    call: int
+    number: int
+
+
+@message
+class Swap(Record):
+    call: int
+    number: int
+    kv: str
+
+
+@message
+class Swapped(Record):
+    call: int
+    report: SwapReport
+
+
+@message
+class SetPaused(Record):
+    call: int
+    paused: bool
+
+
+@message
+class AskUsage(Record):
+    call: int
+
+
+@message
+class TellUsage(Record):
+    call: int
+    usage: Usage
+
+
+@message
+class Ok(Record):
+    call: int
+
+
+# ── The engine's process ─────────────────────────────────────────────────────────────────────────────────
+
+
+def start(sock: socket.socket, options: dict[str, Any]) -> None:
+    """The process's entry."""
+    import torch
+
+    from headrace.engine.native import core
+    from headrace.models import load_model
+    from headrace.sync import open_receiver
+    from headrace.tokenizer import Tokenizer
+
+    config = msgspec.convert(options["engine"], NativeEngineConfig)
+    torch.set_num_threads(options["threads"])
+    device = _device(config.device)
+    tokenizer = Tokenizer(options["model"])
+    model = load_model(options["model"], dtype=getattr(torch, config.dtype), device=device)
+    engine = core.NativeEngine(
+        model,
+        config,
+        version=-1,
+        eos_tokens=tokenizer.eos_tokens,
+        decode=tokenizer.decode,
+        name=options["name"],
+    )
+    EngineServer(sock, engine, open_receiver(options["channel"])).serve()
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+class EngineServer:
+    """Feeds an engine from its channel until told to stop."""
+
+    def __init__(self, sock: socket.socket, engine: NativeEngine, receiver: Receiver):
+        self._engine = engine
+        self._sync = _Standby(engine.name, lambda: engine.standby, receiver, self._answer)
+        self._channel = BlockingChannel(sock, divert=self._sync.take)
+        self._calls: dict[int, int] = {}
+        self._paused = False
+        self._tokens = 0
+        self._watch = Stopwatch()
+        self._channel.send(EngineReady(call=0))
+
+    def serve(self) -> None:
+        while True:
+            if self._paused or not self._engine.has_work:
+                with self._watch.state("idle"):
+                    first = self._channel.receive()
+                if not self._handle(first):
+                    return
+            for record in self._channel.receive_waiting():
+                if not self._handle(record):
+                    return
+            if self._engine.has_work and not self._paused:
+                with self._watch.state("busy"):
+                    ended = self._engine.step()
+                self._send_turns(ended)
+
+    def _send_turns(self, ended: list[tuple[int, Turn]]) -> None:
+        replies = []
+        for request_id, turn in ended:
+            self._tokens += len(turn.tokens)
+            call = self._calls.pop(request_id, None)
+            if call is not None:
+                replies.append(Sampled(call=call, turn=turn))
+        if replies:
+            self._channel.send(*replies)
+
+    def _handle(self, record: Any) -> bool:
+        engine = self._engine
+        if isinstance(record, Sample):
+            self._add(record)
+        elif isinstance(record, Abandon):
+            self._calls.pop(record.request_id, None)
+            engine.cancel(record.request_id)
+        elif isinstance(record, Cut):
+            turn = engine.cut(record.request_id)
+            if turn is not None:
+                self._send_turns([(record.request_id, turn)])
+        elif isinstance(record, Swap):
+            self._swap(record)
+        elif isinstance(record, SetPaused):
+            self._paused = record.paused
+            self._channel.send(Ok(call=record.call))
+        elif isinstance(record, AskUsage):
+            usage = self._watch.usage(tokens=self._tokens, running=engine.running, waiting=engine.waiting)
+            self._channel.send(TellUsage(call=record.call, usage=usage))
+        elif isinstance(record, Stop):
+            return False
+        return True
+
+    def _add(self, record: Sample) -> None:
+        try:
+            self._engine.add(record.request)
+            self._calls[record.request.id] = record.call
+        except EpisodeFailure as failure:
+            self._channel.send(error_to_record(record.call, failure))
+
+    def _swap(self, record: Swap) -> None:
+        begun = time.perf_counter()
+        try:
+            self._sync.require_verified(record.number)
+            kv: KvPolicy = "recompute" if record.kv == "recompute" else "keep"
+            report = self._engine.swap(record.number, kv)
+        except HeadraceError as error:
+            self._channel.send(error_to_record(record.call, error))
+            return
+        self._sync.forget()
+        report = msgspec.structs.replace(report, pause_s=time.perf_counter() - begun)
+        self._channel.send(Swapped(call=record.call, report=report))
+
+    def _answer(self, record: Any) -> None:
+        self._channel.send(record)
+
+
+class _Standby:
+    """Stages 1 to 3, on a thread of their own: what is announced, what has arrived, what is verified."""
+
+    def __init__(
+        self,
+        name: str,
+        standby: Callable[[], Mapping[str, Any]],
+        receiver: Receiver,
+        answer: Callable[[Any], None],
+    ):
+        self._name = name
+        self._standby = standby
+        self._receiver = receiver
+        self._answer = answer
+        self._manifest: Manifest | None = None
+        self._verified: int | None = None
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="headrace-sync", daemon=True).start()
+
+    def take(self, record: Any) -> bool:
+        if isinstance(record, Announce | Transfer | Verify):
+            self._work.put(record)
+            return True
+        return False
+
+    def require_verified(self, number: int) -> None:
+        if self._verified != number:
+            raise SyncError(
+                "swap", self._name, f"version {number} is not verified in standby (it has {self._verified})"
+            )
+
+    def forget(self) -> None:
+        self._manifest = self._verified = None
+
+    def _run(self) -> None:
+        while True:
+            record = self._work.get()
+            try:
+                self._stage(record)
+                self._answer(Ok(call=record.call))
+            except Exception as error:
+                self._answer(error_to_record(record.call, error))
+
+    def _stage(self, record: Any) -> None:
+        from headrace.sync import check_manifest, verify
+
+        tensors = self._standby()
+        if isinstance(record, Announce):
+            self.forget()
+            check_manifest(record.manifest, tensors, who=self._name)
+            self._manifest = record.manifest
+            return
+        manifest = self._manifest
+        if manifest is None or manifest.version.number != record.number:
+            stage = type(record).__name__.lower()
+            raise SyncError(stage, self._name, f"version {record.number} was not announced")
+        if isinstance(record, Transfer):
+            self._receiver.receive(manifest, tensors)
+        else:
+            verify(manifest, tensors, who=self._name)
+            self._verified = record.number
+
+
+# ── The controller's client ──────────────────────────────────────────────────────────────────────────────
+
+
+class RemoteEngine:
+    """The Engine of a process, over its peer."""
+
+    def __init__(self, peer: Peer, *, deadline_s: float, close_s: float):
+        self.name = peer.name
+        self.peer = peer
+        self.load = 0
+        self._deadline_s = deadline_s
+        self._close_s = close_s
+        self._version = -1
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        call = self.peer.next_call()
+        self.load += 1
+        answered = False
+        try:
+            reply = await self.peer.call(Sample(call=call, request=request))
+            answered = True
+            return reply.turn
+        except HeadraceError:
+            answered = True
+            raise
+        finally:
+            self.load -= 1
+            if not answered and not self.peer.died.done():
+                self.peer.tell(Abandon(request_id=request.id))
+
+    def cut(self, request_id: int) -> None:
+        if not self.peer.died.done():
+            self.peer.tell(Cut(request_id=request_id))
+
+    async def announce(self, manifest: Manifest) -> None:
+        await self._call(Announce(call=self.peer.next_call(), manifest=manifest))
+
+    async def transfer(self, number: int) -> None:
+        await self._call(Transfer(call=self.peer.next_call(), number=number))
+
+    async def verify(self, number: int) -> None:
+        await self._call(Verify(call=self.peer.next_call(), number=number))
+
+    async def swap(self, number: int, kv: KvPolicy) -> SwapReport:
+        reply = await self._call(Swap(call=self.peer.next_call(), number=number, kv=kv))
+        self._version = number
+        return reply.report
+
+    async def pause(self) -> None:
+        await self._call(SetPaused(call=self.peer.next_call(), paused=True))
+
+    async def resume(self) -> None:
+        await self._call(SetPaused(call=self.peer.next_call(), paused=False))
+
+    async def usage(self) -> Usage:
+        return (await self._call(AskUsage(call=self.peer.next_call()))).usage
+
+    async def close(self) -> None:
+        await self.peer.close(self._close_s)
+
+    async def _call(self, record: Any) -> Any:
+        return await self.peer.call(record, deadline_s=self._deadline_s)

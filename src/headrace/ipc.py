@@ -1,0 +1,280 @@
+"""Messages between the processes of a run: records over a stream socket, one encoding, both ends in this file.
+
+    controller (asyncio)                         child (blocking, or asyncio)
+    Peer ── Channel ══ socket ══ BlockingChannel ── the role's own loop
+                              or Channel
+
+A `Peer` is the controller's view of one child: its process, its channel, calls that await a reply, and the
+moment it died. A child whose controller has gone ends itself at once, whatever it was doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import queue
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from headrace import errors, records
+from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError
+from headrace.records import Record, message
+
+_READ_BYTES = 1 << 20
+
+
+@message
+class Failed(Record):
+    """An error as data: a class of `headrace.errors` by name, and its arguments."""
+
+    call: int
+    error: str
+    args: list[Any]
+
+
+def error_to_record(call: int, error: BaseException) -> Failed:
+    if isinstance(error, HeadraceError):
+        plain = [a if isinstance(a, str | int | float | bool | None) else repr(a) for a in error.args]
+        return Failed(call=call, error=type(error).__name__, args=plain)
+    return Failed(call=call, error="HeadraceError", args=[f"{type(error).__name__}: {error}", None, None])
+
+
+def error_from_record(failed: Failed) -> HeadraceError:
+    cls = getattr(errors, failed.error, HeadraceError)
+    return cls(*failed.args)
+
+
+class FrameReader:
+    """Cuts a byte stream into messages. Feed it what arrives; take the records that are whole."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[Any]:
+        self._buffer += data
+        found, start = [], 0
+        while len(self._buffer) - start >= records.PRELUDE_BYTES:
+            end = start + records.PRELUDE_BYTES
+            end += records.body_length(self._buffer[start:end])
+            if len(self._buffer) < end:
+                break
+            found.append(records.decode(bytes(memoryview(self._buffer)[start:end])))
+            start = end
+        del self._buffer[:start]
+        return found
+
+
+class Channel(asyncio.Protocol):
+    """The asyncio end. Messages of one turn of the loop leave in one write."""
+
+    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[Exception | None], None]):
+        self._on_message = on_message
+        self._on_lost = on_lost
+        self._reader = FrameReader()
+        self._outgoing: list[bytearray] = []
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def open(
+        cls, sock: socket.socket, on_message: Callable[[Any], None], on_lost: Callable[[Exception | None], None]
+    ) -> Channel:
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: cls(on_message, on_lost), sock=sock)
+        return channel
+
+    def send(self, record: Any) -> None:
+        self._outgoing.append(records.encode(record))
+        if len(self._outgoing) == 1:
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._flush()
+            self._transport.close()
+
+    def _flush(self) -> None:
+        if self._transport is not None and not self._transport.is_closing() and self._outgoing:
+            self._transport.write(b"".join(self._outgoing))
+        self._outgoing.clear()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for record in self._reader.feed(data):
+            self._on_message(record)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._on_lost(exc)
+
+
+class BlockingChannel:
+    """The end of a child that computes: a thread reads into a queue, sending is done by the caller's thread.
+
+    When the controller goes away without saying `Stop`, the process exits at once, even in mid-computation.
+    """
+
+    def __init__(self, sock: socket.socket, divert: Callable[[Any], bool] | None = None):
+        """`divert` sees each message first, on the reading thread, and returns True for those it took."""
+        self._sock = sock
+        self._divert = divert
+        self._incoming: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name="headrace-read", daemon=True).start()
+
+    def send(self, *messages: Any) -> None:
+        data = b"".join([records.encode(record) for record in messages])
+        with self._lock:
+            self._sock.sendall(data)
+
+    def receive(self, timeout: float | None = None) -> Any:
+        """The next message; raises queue.Empty after `timeout` seconds."""
+        return self._incoming.get(timeout=timeout)
+
+    def receive_waiting(self) -> list[Any]:
+        """All messages that have arrived, without waiting."""
+        found = []
+        try:
+            while True:
+                found.append(self._incoming.get_nowait())
+        except queue.Empty:
+            return found
+
+    def _read(self) -> None:
+        reader = FrameReader()
+        while data := self._recv():
+            for record in reader.feed(data):
+                if self._divert is None or not self._divert(record):
+                    self._incoming.put(record)
+        os._exit(ORPHANED)
+
+    def _recv(self) -> bytes:
+        try:
+            return self._sock.recv(_READ_BYTES)
+        except OSError:
+            return b""
+
+
+ORPHANED = 71
+"""Exit status of a child whose controller has gone."""
+
+
+@message
+class Stop(Record):
+    """End, after what was asked before."""
+
+
+class ChildProcess(Protocol):
+    """What a Peer needs of a process."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def kill(self) -> None: ...
+
+    async def wait(self, seconds: float) -> int | None:
+        """Its exit status, or None if it has not ended within `seconds`."""
+        ...
+
+
+class Peer:
+    """One child, seen from the controller. Calls are answered by a record with the same `call` number."""
+
+    def __init__(self, name: str, process: ChildProcess):
+        self.name = name
+        self.process = process
+        self.on_message: Callable[[Any], None] | None = None
+        """Gets messages that answer no call."""
+        self.died: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
+        """Set, with the error to raise, when the child ends without having been asked to."""
+        self._channel: Channel | None = None
+        self._waiting: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._stopping = False
+
+    async def connect(self, sock: socket.socket) -> None:
+        self._channel = await Channel.open(sock, self._received, self._lost)
+
+    def next_call(self) -> int:
+        return next(self._numbers)
+
+    def tell(self, record: Any) -> None:
+        """Send without waiting. Raises when the child has died."""
+        if self.died.done():
+            raise self.died.result()
+        assert self._channel is not None
+        self._channel.send(record)
+
+    async def call(self, record: Any, *, deadline_s: float | None = None, look_at: str = "") -> Any:
+        """Send a record that has a `call` number from `next_call`, and await its answer."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting[record.call] = future
+        try:
+            self.tell(record)
+            if deadline_s is None:
+                return await future
+            async with asyncio.timeout(deadline_s):
+                return await future
+        except TimeoutError:
+            what = f"{self.name} to answer {type(record).__name__}"
+            assert deadline_s is not None
+            raise DeadlineExceeded(
+                "the controller", what, deadline_s, look_at or f"process {self.process.pid}"
+            ) from None
+        finally:
+            self._waiting.pop(record.call, None)
+
+    async def close(self, seconds: float) -> None:
+        """Ask it to end; kill it when it has not within `seconds`."""
+        self._stopping = True
+        if self._channel is not None and not self.died.done():
+            self._channel.send(Stop())
+        if await self.process.wait(seconds) is None:
+            await self.kill()
+        if self._channel is not None:
+            self._channel.close()
+
+    async def kill(self) -> None:
+        self._stopping = True
+        self.process.kill()
+        await self.process.wait(5.0)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _received(self, record: Any) -> None:
+        future = self._waiting.get(getattr(record, "call", 0))
+        if future is None:
+            if self.on_message is not None and not isinstance(record, Failed):
+                self.on_message(record)
+        elif not future.done():
+            if isinstance(record, Failed):
+                future.set_exception(error_from_record(record))
+            else:
+                future.set_result(record)
+
+    def _lost(self, exc: Exception | None) -> None:
+        if not self.died.done():
+            asyncio.get_running_loop().create_task(self._mourn(exc))
+
+    async def _mourn(self, exc: Exception | None) -> None:
+        status = await self.process.wait(5.0)
+        how = "it closed its connection" if status is None else _exit_words(status)
+        error = ComponentDied(self.name, how, f"its last words are in the run's log {self.name}.log")
+        if self.died.done():
+            return
+        if self._stopping and not self._waiting:
+            self.died.cancel()
+            return
+        self.died.set_result(error)
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+
+def _exit_words(status: int) -> str:
+    return f"killed by signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,281 @@
+"""What happened to every episode, durably: admitted = trained + dropped (by reason) + in flight.
+
+The controller tells a `Journal` what happens; the journal keeps the sums at every instant and hands the changes,
+in order, to a `Store` that makes them durable away from the event loop. After a crash the file holds a prefix of
+what was said, and `recover` closes its books: what was in flight is dropped, and so is what was trained into
+weights that did not survive. Three orders make that enough:
+
+    a step's episodes and its new version are durable  before  that version is published or checkpointed
+    a version's number is durable                      before  any engine samples a token under it
+    a checkpoint names a version that is durable, so the surviving weights' lineage is always in the file
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from headrace.errors import LawBroken, RunFolderError
+from headrace.records import Batch, WeightVersion
+
+IN_FLIGHT, TRAINED, DROPPED = "in_flight", "trained", "dropped"
+
+LOST_IN_CRASH = "lost_in_crash"
+ORPHANED = "orphaned_by_restore"
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS episodes (
+    id TEXT PRIMARY KEY,
+    group_id TEXT NOT NULL,
+    sequence INTEGER NOT NULL,      -- of the group, in the order of admission
+    place INTEGER NOT NULL,         -- of the episode, in its group
+    task TEXT NOT NULL,
+    state TEXT NOT NULL,            -- in_flight | trained | dropped
+    reason TEXT,                    -- of the drop
+    tokens INTEGER NOT NULL DEFAULT 0,
+    admitted_version INTEGER NOT NULL,
+    version_min INTEGER,            -- of its tokens
+    version_max INTEGER,
+    trained_at INTEGER,             -- the trainer's version when it consumed the episode
+    produced INTEGER,               -- the version that step made
+    times_trained INTEGER NOT NULL DEFAULT 0,
+    session INTEGER NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, reason);
+CREATE TABLE IF NOT EXISTS versions (
+    number INTEGER PRIMARY KEY,
+    parent INTEGER,
+    step INTEGER NOT NULL,
+    session INTEGER NOT NULL,
+    orphaned INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS sessions (
+    number INTEGER PRIMARY KEY,
+    started REAL NOT NULL,
+    restored INTEGER,               -- version of the checkpoint it began from; NULL for the first
+    finished INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+"""
+
+Change = tuple[str, tuple[Any, ...]]
+"""One statement and its values."""
+
+_ADMIT = (
+    "INSERT INTO episodes (id, group_id, sequence, place, task, state, admitted_version, session)"
+    " VALUES (?, ?, ?, ?, ?, 'in_flight', ?, ?)"
+)
+_RECEIVE = "UPDATE episodes SET tokens = tokens + ? WHERE id = ?"
+_DROP = "UPDATE episodes SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'"
+_TRAIN = (
+    "UPDATE episodes SET state = 'trained', version_min = ?, version_max = ?, trained_at = ?, produced = ?,"
+    " times_trained = times_trained + 1 WHERE id = ? AND state = 'in_flight'"
+)
+_VERSION = "INSERT INTO versions (number, parent, step, session) VALUES (?, ?, ?, ?)"
+_SESSION = "INSERT INTO sessions (number, started, restored) VALUES (?, ?, ?)"
+_FINISH = "UPDATE sessions SET finished = 1 WHERE number = ?"
+_FACT = "INSERT OR REPLACE INTO facts (key, value) VALUES (?, ?)"
+
+
+class Ledger:
+    """The file. Synchronous; used by one thread at a time."""
+
+    def __init__(self, path: str | Path, *, create: bool = True):
+        if not create and not Path(path).exists():
+            raise RunFolderError("a run has a ledger", str(path), "check the run's folder")
+        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._db.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise RunFolderError("a run's ledger is an SQLite file", f"{path}: {error}") from error
+
+    def apply(self, changes: Sequence[Change]) -> None:
+        """Make changes durable, all or none. A change that finds no row in the right state breaks law 3."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            for statement, values in changes:
+                done = self._db.execute(statement, values)
+                if done.rowcount != 1:
+                    raise LawBroken(
+                        "ledger", str(values[-1]), f"no episode in flight for: {statement.split(' WHERE')[0]}"
+                    )
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def recover(self, restored: int | None) -> int:
+        """Close the books of a session that ended without doing so; returns the next session's number.
+
+        `restored` is the version the surviving weights have. Versions outside its lineage are orphaned, and
+        with them what was trained into them.
+        """
+        db = self._db
+        db.execute("BEGIN IMMEDIATE")
+        db.execute("UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'in_flight'", (LOST_IN_CRASH,))
+        lineage = self.lineage(restored)
+        for (number,) in db.execute("SELECT number FROM versions WHERE orphaned = 0").fetchall():
+            if number not in lineage:
+                db.execute("UPDATE versions SET orphaned = 1 WHERE number = ?", (number,))
+                db.execute(
+                    "UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'trained' AND produced = ?",
+                    (ORPHANED, number),
+                )
+        (session,) = db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM sessions").fetchone()
+        db.execute(_SESSION, (session, time.time(), restored))
+        db.execute("COMMIT")
+        return int(session)
+
+    def lineage(self, version: int | None) -> set[int]:
+        """The version and all its ancestors."""
+        parents = dict(self._db.execute("SELECT number, parent FROM versions"))
+        found: set[int] = set()
+        while version is not None and version in parents and version not in found:
+            found.add(version)
+            version = parents[version]
+        return found
+
+    def sums(self) -> dict[str, Any]:
+        """The ledger's sums over episodes and over tokens."""
+        rows = self.query("SELECT state, reason, COUNT(*), SUM(tokens) FROM episodes GROUP BY state, reason")
+        episodes, tokens = _Sums(), _Sums()
+        for state, reason, count, token_count in rows:
+            episodes.add(state, reason, count)
+            tokens.add(state, reason, token_count)
+        return {**episodes.as_dict(), "tokens": tokens.as_dict()}
+
+    def next_version(self) -> int:
+        return int(self.query("SELECT COALESCE(MAX(number), -1) + 1 FROM versions")[0][0])
+
+    def next_sequence(self) -> int:
+        return int(self.query("SELECT COALESCE(MAX(sequence), -1) + 1 FROM episodes")[0][0])
+
+    def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
+        return self._db.execute(sql, values).fetchall()
+
+    def close(self) -> None:
+        self._db.close()
+
+
+class _Sums:
+    def __init__(self) -> None:
+        self.admitted = self.trained = self.in_flight = 0
+        self.dropped: Counter[str] = Counter()
+
+    def add(self, state: str, reason: str | None, count: int) -> None:
+        self.admitted += count
+        if state == TRAINED:
+            self.trained += count
+        elif state == DROPPED:
+            self.dropped[reason or "unknown"] += count
+        else:
+            self.in_flight += count
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "in_flight": self.in_flight,
+            "dropped": dict(sorted(self.dropped.items())),
+        }
+
+
+class Store(Protocol):
+    """Makes changes durable away from the event loop, in order."""
+
+    async def apply(self, changes: Sequence[Change]) -> None: ...
+
+
+class Journal:
+    """The controller's side: sums at every instant, changes on their way to the store."""
+
+    def __init__(self, store: Store, *, session: int):
+        self._store = store
+        self._session = session
+        self._tokens: dict[str, int] = {}
+        self._pending: list[Change] = []
+        self._last_write: asyncio.Future[None] | None = None
+        self.admitted = self.trained = 0
+        self.tokens_received = self.tokens_trained = 0
+        self.dropped: Counter[str] = Counter()
+        self.tokens_dropped = 0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._tokens)
+
+    def admit(self, group_id: str, sequence: int, task: str, version: int, episodes: Sequence[str]) -> None:
+        for place, episode in enumerate(episodes):
+            self._tokens[episode] = 0
+            self._pending.append((_ADMIT, (episode, group_id, sequence, place, task, version, self._session)))
+        self.admitted += len(episodes)
+
+    def receive(self, episode: str, tokens: int) -> None:
+        """Tokens of an episode have arrived from an engine."""
+        if episode in self._tokens:
+            self._tokens[episode] += tokens
+            self.tokens_received += tokens
+            self._pending.append((_RECEIVE, (tokens, episode)))
+
+    def drop(self, episode: str, reason: str) -> None:
+        self.tokens_dropped += self._leave(episode)
+        self.dropped[reason] += 1
+        self._pending.append((_DROP, (reason, episode)))
+
+    def train(self, batch: Batch, produced: WeightVersion) -> None:
+        """A step consumed the batch and made a version: one change, so that both are durable or neither."""
+        for episode in batch.episodes:
+            self.tokens_trained += self._leave(episode.id)
+            self.trained += 1
+            versions = (episode.version_min, episode.version_max)
+            self._pending.append((_TRAIN, (*versions, batch.version, produced.number, episode.id)))
+        self.version(produced)
+
+    def version(self, version: WeightVersion) -> None:
+        self._pending.append((_VERSION, (version.number, version.parent, version.step, self._session)))
+
+    def finish(self) -> None:
+        self._pending.append((_FINISH, (self._session,)))
+
+    def fact(self, key: str, value: str) -> None:
+        self._pending.append((_FACT, (key, value)))
+
+    async def flush(self) -> None:
+        """Return when everything said so far is durable. Cancelling the wait does not cancel the writing."""
+        if self._pending:
+            changes, self._pending = self._pending, []
+            self._last_write = asyncio.ensure_future(self._write(changes, self._last_write))
+        if self._last_write is not None:
+            await asyncio.shield(self._last_write)
+
+    async def _write(self, changes: Sequence[Change], before: asyncio.Future[None] | None) -> None:
+        if before is not None:
+            await before
+        await self._store.apply(changes)
+
+    def check(self) -> None:
+        """Law 3, at this instant."""
+        if self.admitted != self.trained + sum(self.dropped.values()) + self.in_flight:
+            raise LawBroken("ledger", "journal", f"{self.sums()}")
+        if self.tokens_received != self.tokens_trained + self.tokens_dropped + sum(self._tokens.values()):
+            raise LawBroken("ledger", "journal", f"tokens: {self.sums()}")
+
+    def sums(self) -> dict[str, Any]:
+        return {
+            "admitted": self.admitted,
+            "trained": self.trained,
+            "in_flight": self.in_flight,
+            "dropped": dict(sorted(self.dropped.items())),
+        }
+
+    def _leave(self, episode: str) -> int:
+        if episode not in self._tokens:
+            raise LawBroken("ledger", episode, "an episode leaves once, trained or dropped")
+        return self._tokens.pop(episode)

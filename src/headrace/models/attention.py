@@ -1,0 +1,148 @@
+"""What each token of a flat batch attends to.
+
+Shape letters: T tokens, H query heads, G key/value heads, D head size, B sequences of a bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Padding a bucket may add to its real tokens. Measured on one core, 256 sequences of 10–60 tokens, 4 heads of
+# 32, forward and backward: one call per sequence 55 ms, buckets of equal length 32 ms, of 10 % 27 ms,
+# of 25 % 32 ms, one padded batch 49 ms.
+MAX_PADDING = 0.1
+
+
+class AttentionContext(Protocol):
+    """Made for one forward pass, or for one sequence; holds everything about its tokens that layers share."""
+
+    def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
+        """(T, H, D). Called once per layer and pass, in layer order; writes the cache where there is one."""
+        ...
+
+
+class _Bucket(NamedTuple):
+    sequences: int
+    length: int
+
+
+class PackedContext:
+    """Sequences laid end to end, each attending causally to itself alone. Differentiable; keeps nothing.
+
+    Sequences of similar length share one padded attention call. Padding stands after the real tokens, where
+    causality already hides it, so no mask is needed.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu"):
+        if not lengths or min(lengths) <= 0:
+            raise ValueError(f"a packed batch needs sequences of at least one token, got {list(lengths)}")
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        self.num_tokens = starts[-1]
+        self._buckets: list[_Bucket] = []
+        sources: list[Tensor] = []
+        padded_place = torch.empty(self.num_tokens, dtype=torch.long)
+        filled = 0
+        for members in _group_by_length(lengths):
+            longest = lengths[members[0]]
+            offsets = torch.arange(longest)
+            first = torch.tensor([starts[i] for i in members])[:, None]
+            last = torch.tensor([starts[i + 1] - 1 for i in members])[:, None]
+            source = first + offsets
+            place = filled + torch.arange(source.numel()).view_as(source)
+            real = source <= last
+            padded_place[source[real]] = place[real]
+            sources.append(torch.minimum(source, last).flatten())
+            self._buckets.append(_Bucket(len(members), longest))
+            filled += source.numel()
+        self._source = torch.cat(sources).to(device)
+        # Equal lengths: the batch already is the bucket, in order.
+        self._already_padded = len(self._buckets) == 1 and filled == self.num_tokens
+        self._padded_place = padded_place.to(device)
+        self.positions: Tensor = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        """Each token's place in its own sequence (T,): the positions a forward pass over this batch wants."""
+
+    def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
+        if self._already_padded:
+            return self._attend_bucket(self._buckets[0], q_thd, k_tgd, v_tgd)
+        sizes = [bucket.sequences * bucket.length for bucket in self._buckets]
+        queries, keys, values = (
+            x.index_select(0, self._source).split_with_sizes(sizes) for x in (q_thd, k_tgd, v_tgd)
+        )
+        outputs = [
+            self._attend_bucket(bucket, q, k, v)
+            for bucket, q, k, v in zip(self._buckets, queries, keys, values, strict=True)
+        ]
+        return torch.cat(outputs).index_select(0, self._padded_place)
+
+    @staticmethod
+    def _attend_bucket(bucket: _Bucket, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.view(bucket.sequences, bucket.length, *x.shape[1:]) for x in (q, k, v))
+        return _causal(q, k, v).flatten(0, 1)
+
+
+class CachedContext:
+    """One sequence given in pieces. Each piece sees all earlier keys and values, as they were computed then.
+
+    So a sequence that was sampled while the weights changed under it, its cache kept, is replayed by passing
+    each segment through its own version's weights. Not safe for use by two passes at once.
+    """
+
+    def __init__(self, num_layers: int):
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+        self._mask: Tensor | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens that have passed through every layer; the next piece's first position."""
+        last = self._keys[-1]
+        return 0 if last is None else last.shape[0]
+
+    def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
+        past_k, past_v = self._keys[layer], self._values[layer]
+        if past_k is None or past_v is None:
+            self._keys[layer], self._values[layer] = k_tgd, v_tgd
+            return _causal(q_thd[None], k_tgd[None], v_tgd[None])[0]
+        keys, values = torch.cat((past_k, k_tgd)), torch.cat((past_v, v_tgd))
+        self._keys[layer], self._values[layer] = keys, values
+        return _masked(q_thd[None], keys[None], values[None], self._sees(q_thd.shape[0], keys))[0]
+
+    def _sees(self, new: int, keys: Tensor) -> Tensor:
+        """(new, all) true where a new token sees a key; the same for all layers of a pass."""
+        shape = (new, keys.shape[0])
+        if self._mask is None or self._mask.shape != shape:
+            self._mask = torch.ones(shape, dtype=torch.bool, device=keys.device).tril(shape[1] - new)
+        return self._mask
+
+
+def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of sequences, longest first, cut wherever one more would pad its group beyond MAX_PADDING."""
+    groups: list[list[int]] = []
+    real = 0
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        real += lengths[index]
+        if groups and lengths[groups[-1][0]] * (len(groups[-1]) + 1) <= (1 + MAX_PADDING) * real:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+            real = lengths[index]
+    return groups
+
+
+def _causal(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor) -> Tensor:
+    q, k, v = q_bthd.transpose(1, 2), k_btgd.transpose(1, 2), v_btgd.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
+
+
+def _masked(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor, sees: Tensor) -> Tensor:
+    q, k, v = q_bthd.transpose(1, 2), k_btgd.transpose(1, 2), v_btgd.transpose(1, 2)
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=grouped).transpose(1, 2)

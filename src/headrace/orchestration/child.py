@@ -1,0 +1,42 @@
+"""Where every child process of a local run begins: `python -m headrace.orchestration.child NAME ENTRY FD`.
+
+ENTRY is "module:function"; the function gets the socket and its options, which arrive as the first message.
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import socket
+import sys
+from typing import Any
+
+from headrace.ipc import FrameReader
+from headrace.records import Record, message
+
+
+@message
+class Begin(Record):
+    options: dict[str, Any]
+
+
+def main() -> None:
+    name, entry, fd = sys.argv[1:4]
+    # Ctrl-C is for the controller, which ends its children in order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sock = socket.socket(fileno=int(fd))
+    options = _first_message(sock).options
+    module, function = entry.split(":")
+    getattr(importlib.import_module(module), function)(sock, {**options, "name": name})
+
+
+def _first_message(sock: socket.socket) -> Begin:
+    reader = FrameReader()
+    while data := sock.recv(1 << 16):
+        if found := reader.feed(data):
+            return found[0]
+    sys.exit("the controller has gone")
+
+
+if __name__ == "__main__":
+    main()

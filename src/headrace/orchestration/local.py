@@ -1,0 +1,298 @@
+"""A run on one machine: one command, a process for each role.
+
+    controller    this process: the pipeline on an asyncio loop; no tensors, no user's code
+    engine-N      samples; engine-eval serves versions under evaluation
+    trainer       trains
+    environment-N, scorer-N   users' code
+
+All of them end with the controller, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.buffer.memory import MemoryBuffer
+from headrace.config.dump import dump_config
+from headrace.config.load import check_config
+from headrace.config.run import RunConfig
+from headrace.engine.pool import EnginePool
+from headrace.engine.remote import EngineReady, RemoteEngine
+from headrace.errors import ConfigError
+from headrace.ledger import Change, Journal, Ledger
+from headrace.orchestration.processes import ready, spawn
+from headrace.orchestration.vault import FolderVault
+from headrace.pipeline import Parts, Pipeline
+from headrace.resume import Start, open_session
+from headrace.rollout.tasks import TaskOrder
+from headrace.rollout.worker import WorkerRollouts
+from headrace.scoring.worker import WorkerScorers
+from headrace.sync import open_channel
+from headrace.sync.schedule import Publisher
+from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.progress import RunProgress
+from headrace.telemetry.report import write_report_apart
+from headrace.telemetry.writer import FolderTelemetry
+from headrace.tokenizer import Tokenizer
+from headrace.training.remote import RemoteTrainer, TrainerReady
+from headrace.workers import Pool
+
+
+def train(
+    config: RunConfig,
+    *,
+    environment: Any = None,
+    scorer: Any = None,
+    folder: str | Path | None = None,
+    resume: bool = False,
+    progress: bool = True,
+) -> dict[str, Any]:
+    """Execute a run and return its summary. `environment` and `scorer` are classes or functions of a module or
+    script; they stand in for the configuration's own. In a script, call this under `if __name__ == "__main__":`.
+    """
+    if environment is not None:
+        config = _replace(config, "environment", _reference(environment))
+    if scorer is not None:
+        config = _replace(config, "scorer", _reference(scorer))
+    check_config(config)
+    place = RunFolder(folder or Path("runs") / (config.name or "run"))
+    if not resume:
+        place.make()
+    place.hold()
+    try:
+        place.config.write_text(dump_config(config), encoding="utf-8")
+        return run(config, place.path, resume=resume, progress=progress)
+    finally:
+        place.release()
+
+
+def run(config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dict[str, Any]:
+    """Execute a checked configuration in a folder this process holds. Blocks until the run has ended."""
+    return asyncio.run(_Run(config, RunFolder(folder), resume, progress).execute())
+
+
+class _Run:
+    def __init__(self, config: RunConfig, place: RunFolder, resume: bool, progress: bool):
+        self._config = config
+        self._place = place
+        self._resume = resume
+        self._progress = progress
+        self._logs = place.path / "logs"
+        self._model = str(Path(config.model.path).absolute())
+        self._channel = open_channel(config.sync.transport, config.engine.dtype)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = cores if config.synchronous else max(1, cores // 2)
+
+    async def execute(self) -> dict[str, Any]:
+        begun = time.monotonic()
+        async with AsyncExitStack() as closing:
+            pipeline = await self._assemble(closing)
+            self._stop_on_signals(pipeline)
+            await pipeline.run()
+        summary = self._summarise(pipeline, time.monotonic() - begun)
+        problem = await asyncio.to_thread(write_report_apart, self._place.path)
+        if problem:
+            print(f"headrace: report.png could not be drawn: {problem}", file=sys.stderr)
+        return summary
+
+    # ── Putting the parts together ───────────────────────────────────────────────────────────────────────
+
+    async def _assemble(self, closing: AsyncExitStack) -> Pipeline:
+        config = self._config
+        evaluates = config.evaluation.tasks is not None
+        names = [f"engine-{i}" for i in range(config.engine.count)]
+        engine_names = [*names, *(["engine-eval"] if evaluates else [])]
+        (environments, scorers), trainer, engines = await asyncio.gather(
+            asyncio.gather(self._pool("environment", closing), self._pool("scorer", closing)),
+            self._trainer(closing),
+            asyncio.gather(*(self._engine(name, closing) for name in engine_names)),
+        )
+        rollouts = WorkerRollouts(environments, config.environment)
+        tasks = await rollouts.tasks(config.tasks)
+        eval_tasks: Sequence[Any] = ()
+        if config.evaluation.tasks is not None:
+            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
+        ledger = Ledger(self._place.ledger)
+        closing.callback(ledger.close)
+        start = await self._start(ledger, vault, trainer)
+        telemetry = self._telemetry(start)
+        closing.push_async_callback(telemetry.close)
+        parts = Parts(
+            engines=EnginePool(engines[: len(names)]),
+            rollouts=rollouts,
+            scorers=WorkerScorers(scorers),
+            buffer=MemoryBuffer(
+                config.buffer,
+                batch_groups=config.training.groups_per_batch,
+                version=start.progress.version,
+                steps=config.training.steps - start.progress.step,
+                first_sequence=start.first_sequence,
+                generating=config.generating_groups,
+            ),
+            trainer=trainer,
+            publisher=Publisher(config.sync),
+            journal=Journal(ThreadStore(ledger), session=start.session),
+            telemetry=telemetry,
+            vault=vault,
+            tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
+            evaluator=engines[-1] if evaluates else None,
+            eval_tasks=eval_tasks,
+            deaths=[
+                trainer.peer.died,
+                *(engine.peer.died for engine in engines),
+                environments.failed,
+                scorers.failed,
+            ],
+        )
+        return Pipeline(config, parts, start.progress)
+
+    async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
+        latest = vault.latest() if self._resume else None
+        state = await trainer.load(latest) if latest is not None else None
+        start = open_session(ledger, state)
+        await trainer.rename(start.progress.version)
+        if self._resume:
+            self._place.rewind(start.progress.step)
+        return start
+
+    def _telemetry(self, start: Start) -> FolderTelemetry:
+        config = self._config
+        watcher = RunProgress(self._place.path.name, config.training.steps) if self._progress else None
+        tokenizer = Tokenizer(self._model)
+        telemetry = FolderTelemetry(self._place, config.recording, decode=tokenizer.decode, watcher=watcher)
+        progress = start.progress
+        telemetry.event("started", session=start.session, step=progress.step, version=progress.version)
+        return telemetry
+
+    async def _trainer(self, closing: AsyncExitStack) -> RemoteTrainer:
+        config = self._config
+        options = {
+            "model": self._model,
+            "training": msgspec.to_builtins(config.training),
+            "seed": config.seed,
+            "max_staleness": config.buffer.staleness_bound,
+            "threads": config.training.threads or self._threads,
+            "channel": self._channel,
+        }
+        peer = await self._spawn("trainer", "headrace.training.remote:start", options, options["threads"])
+        trainer = RemoteTrainer(peer, step_s=config.limits.step_s, close_s=config.limits.close_s)
+        closing.push_async_callback(trainer.close)
+        await ready(peer, TrainerReady, config.limits.start_s)
+        return trainer
+
+    async def _engine(self, name: str, closing: AsyncExitStack) -> RemoteEngine:
+        config = self._config
+        options = {
+            "model": self._model,
+            "engine": msgspec.to_builtins(config.engine),
+            "threads": config.engine.threads or self._threads,
+            "channel": self._channel,
+        }
+        peer = await self._spawn(name, "headrace.engine.remote:start", options, options["threads"])
+        engine = RemoteEngine(peer, deadline_s=config.sync.deadline_s, close_s=config.limits.close_s)
+        closing.push_async_callback(engine.close)
+        await ready(peer, EngineReady, config.limits.start_s)
+        return engine
+
+    async def _pool(self, kind: str, closing: AsyncExitStack) -> Pool:
+        config = self._config
+        settings: Any = config.environment if kind == "environment" else config.scorer
+        entry = "headrace.rollout.worker:start" if kind == "environment" else "headrace.scoring.worker:start"
+        options = {"model": self._model, kind: msgspec.to_builtins(settings)}
+        pool = Pool(
+            kind,
+            lambda name: self._spawn(name, entry, options, 1),
+            workers=settings.workers,
+            concurrency=getattr(settings, "concurrency", 4096),
+            timeout_s=settings.timeout_s,
+            start_s=config.limits.start_s,
+        )
+        closing.push_async_callback(pool.close, config.limits.close_s)
+        await pool.start()
+        return pool
+
+    async def _spawn(self, name: str, entry: str, options: dict[str, Any], threads: int) -> Any:
+        fds = [self._channel["descriptor"]] if "descriptor" in self._channel else []
+        return await spawn(name, entry, options, logs=self._logs, fds=fds, threads=threads)
+
+    # ── Ending ───────────────────────────────────────────────────────────────────────────────────────────
+
+    def _stop_on_signals(self, pipeline: Pipeline) -> None:
+        """The first Ctrl-C ends the run in order, the second at once."""
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            print("headrace: stopping after this step, with a checkpoint (again to stop at once)", file=sys.stderr)
+            pipeline.stop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop)
+
+    def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
+        """Also written to summary.json. Sums are of the whole run, earlier sessions included."""
+        ledger = Ledger(self._place.ledger)
+        sums = ledger.sums()
+        lag = ledger.query(
+            "SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'"
+        )
+        lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
+        ledger.close()
+        evaluations = pipeline.progress.evaluations
+        summary = {
+            "steps": pipeline.progress.step,
+            "seconds": seconds,
+            "eval_before": evaluations[0]["pass_1"] if evaluations else None,
+            "eval_after": evaluations[-1]["pass_1"] if len(evaluations) > 1 else None,
+            "staleness_max": lag[0][0],
+            "finished": not pipeline.stopped_early,
+            "ledger": sums,
+            "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
+            "evaluations": evaluations,
+        }
+        self._place.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        return summary
+
+
+class ThreadStore:
+    """Commits the ledger on a thread of its own, one commit after another."""
+
+    def __init__(self, ledger: Ledger):
+        self._ledger = ledger
+
+    async def apply(self, changes: Sequence[Change]) -> None:
+        await asyncio.to_thread(self._ledger.apply, changes)
+
+
+def _replace(config: RunConfig, room: str, source: str) -> RunConfig:
+    return msgspec.structs.replace(config, **{room: msgspec.structs.replace(getattr(config, room), source=source)})
+
+
+def _reference(thing: Any) -> str:
+    """How worker processes find a user's class or function again."""
+    if isinstance(thing, str):
+        return thing
+    name = getattr(thing, "__qualname__", None)
+    if name is None or "<" in name:
+        raise ConfigError(
+            "an environment or scorer is a class or function that worker processes can import",
+            repr(thing),
+            "define it at the top level of a module, and pass it rather than an instance",
+        )
+    if thing.__module__ == "__main__":
+        return f"{Path(inspect.getfile(thing)).absolute()}:{name}"
+    return f"{thing.__module__}:{name}"

@@ -1,0 +1,85 @@
+"""Starting child processes on this machine and connecting to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from headrace import records
+from headrace.errors import DeadlineExceeded
+from headrace.ipc import Peer
+from headrace.orchestration.child import Begin
+
+
+class LocalProcess:
+    """A child process, waited for without blocking the event loop."""
+
+    def __init__(self, process: subprocess.Popen[bytes]):
+        self._process = process
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+
+    async def wait(self, seconds: float) -> int | None:
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        while (status := self._process.poll()) is None and clock() < end:
+            await asyncio.sleep(0.005)
+        return status
+
+
+async def spawn(
+    name: str, entry: str, options: dict[str, Any], *, logs: Path, fds: Sequence[int] = (), threads: int = 1
+) -> Peer:
+    """Start `entry` ("module:function") in a process of its own, with inherited descriptors `fds`.
+
+    What it prints goes to logs/NAME.log. It has a session of its own: Ctrl-C reaches the controller alone.
+    """
+    ours, theirs = socket.socketpair()
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    logs.mkdir(parents=True, exist_ok=True)
+    with (logs / f"{name}.log").open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "headrace.orchestration.child", name, entry, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            pass_fds=[theirs.fileno(), *fds],
+            env=environment,
+            start_new_session=True,
+        )
+    theirs.close()
+    ours.sendall(records.encode(Begin(options=options)))
+    ours.setblocking(False)
+    peer = Peer(name, LocalProcess(process))
+    await peer.connect(ours)
+    return peer
+
+
+async def ready(peer: Peer, kind: type, seconds: float) -> None:
+    """Wait until the child says that it has loaded."""
+    said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def hear(record: Any) -> None:
+        if isinstance(record, kind) and not said.done():
+            said.set_result(None)
+
+    peer.on_message = hear
+    either: set[asyncio.Future[Any]] = {said, peer.died}
+    done, _ = await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    if not done:
+        look_at = f"logs/{peer.name}.log in the run's folder, or raise limits.start_s"
+        raise DeadlineExceeded("the controller", f"{peer.name} to start", seconds, look_at)
+    if said not in done:
+        raise peer.died.result()

@@ -1,0 +1,563 @@
+"""THE MAP: how a run moves. The same code locally, on a cluster and under the simulator.
+
+             tasks
+               │ TaskOrder.take
+      ┌────────▼────────┐  episodes   ┌─────────┐  groups   ┌────────┐  batches  ┌──────────┐
+      │  rollouts       │────────────▶│ scorers │──────────▶│ buffer │──────────▶│ trainer  │
+      │  (envs×engines) │             └─────────┘           └────────┘           └────┬─────┘
+      └────────▲────────┘                                                             │ manifest
+               └────────────────────────── publisher ◀────────────────────────────────┘
+
+    loop        consumes              waits for                          is unblocked by
+    admit       tasks                 the buffer to admit a group        a batch leaving, engines on a newer version
+    group ×n    a ticket              its episodes and their scores      engines, workers, or the group being cut
+    train       batches               a batch, then its own step         groups finishing
+    publish     a staged version      the ledger, then the engines       transfers and swaps
+    evaluate    a pinned version      held-out episodes                  the evaluator
+    report      finished steps        the components' own clocks         the components answering
+    watch       nothing               a component dying                  never, in a good run
+
+Everything it uses is injected as `Parts`; it imports no torch and touches no disk itself. Time is the event loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from headrace.buffer.base import Buffer, Ticket
+from headrace.config.run import RunConfig
+from headrace.engine.base import Engine
+from headrace.errors import DeadlineExceeded, HeadraceError
+from headrace.evaluation import Evaluation, evaluate
+from headrace.ledger import Journal
+from headrace.records import Batch, Episode, Group, Sampling, Task, WeightVersion
+from headrace.rollout.base import EpisodeRequest, Rollouts
+from headrace.rollout.tasks import TaskOrder
+from headrace.scoring.advantages import group_advantages, shuffle_rewards
+from headrace.scoring.base import Scorers
+from headrace.sync.base import Manifest
+from headrace.sync.schedule import Published, Publisher
+from headrace.telemetry.base import Telemetry
+from headrace.training.base import StepReport, Trainer
+from headrace.usage import Usage
+
+T = TypeVar("T")
+
+RATE_WINDOW_S = 3.0
+"""Rates and idle shares in the metrics are means over this long, or over one step if that takes longer."""
+
+
+class Engines(Protocol):
+    """The rollout engines as one (see engine/pool.py)."""
+
+    members: list[Any]
+
+    @property
+    def version(self) -> int: ...
+
+    async def usage(self) -> Usage: ...
+
+
+class Vault(Protocol):
+    """Where checkpoints and kept versions go. Paths are the trainer's to write; names are the vault's to give."""
+
+    def checkpoint(self, step: int) -> str: ...
+
+    def candidate(self, version: int) -> str: ...
+
+    def version(self, number: int) -> str: ...
+
+    async def choose(self, candidate: str, best: bool) -> None:
+        """Keep the candidate as the best model so far, or remove it."""
+        ...
+
+    async def prune(self) -> None:
+        """Remove checkpoints beyond the number to keep."""
+        ...
+
+
+@dataclass
+class Parts:
+    """What a pipeline is made of."""
+
+    engines: Engines
+    rollouts: Rollouts
+    scorers: Scorers
+    buffer: Buffer
+    trainer: Trainer
+    publisher: Publisher
+    journal: Journal
+    telemetry: Telemetry
+    vault: Vault
+    tasks: TaskOrder
+    evaluator: Engine | None = None
+    """Serves the version under evaluation, and nothing else."""
+    eval_tasks: Sequence[Task] = ()
+    deaths: Sequence[Awaitable[Exception]] = ()
+    """Each done, with the error, when a component has died."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands: what a checkpoint keeps of the controller."""
+
+    step: int = 0
+    version: int = 0
+    parent: int | None = None
+    """What `version` was restored from, when it is a new number for old weights."""
+    recorded: bool = False
+    """Whether the ledger has `version` already."""
+    best: float | None = None
+    evaluations: list[dict[str, float]] = field(default_factory=list)
+
+
+class Pipeline:
+    """One run, or the rest of one, from `progress` on."""
+
+    def __init__(self, config: RunConfig, parts: Parts, progress: Progress):
+        self.config = config
+        self.parts = parts
+        self.progress = progress
+        self.staleness_max = 0
+        self._stopping = asyncio.Event()
+        self._groups: dict[int, _RunningGroup] = {}
+        self._failures_in_row = 0
+        self._publication: asyncio.Task[None] | None = None
+        self._evaluation: asyncio.Task[None] | None = None
+        self._published = Published(number=progress.version, seconds=0.0, pause_s=0.0)
+        self._steps_done: asyncio.Queue[tuple[Batch, StepReport] | None] = asyncio.Queue()
+        self._begun = 0.0
+        self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        parts.buffer.on_late = self._cut
+
+    def stop(self) -> None:
+        """End after the current step, with a checkpoint."""
+        self._stopping.set()
+
+    @property
+    def stopped_early(self) -> bool:
+        return self._stopping.is_set()
+
+    async def run(self) -> None:
+        """Train to the configured step, or until `stop`."""
+        self._begun = asyncio.get_running_loop().time()
+        watch = asyncio.ensure_future(self._watch())
+        try:
+            await self._with(watch, self._run())
+        finally:
+            watch.cancel()
+
+    async def _run(self) -> None:
+        await self._publish_first()
+        async with asyncio.TaskGroup() as side:
+            admit = side.create_task(self._admit_loop(side))
+            report = side.create_task(self._report_loop())
+            flush = side.create_task(self._flush_loop())
+            try:
+                await self._train_loop()
+            finally:
+                admit.cancel()
+                flush.cancel()
+                for group in self._groups.values():
+                    group.task.cancel()
+                self._steps_done.put_nowait(None)
+            await report
+        await self._finish()
+
+    # ── admit: tasks → tickets → groups ──────────────────────────────────────────────────────────────────
+
+    async def _admit_loop(self, side: asyncio.TaskGroup) -> None:
+        parts, size = self.parts, self.config.training.group_size
+        while True:
+            ticket = await parts.buffer.admit()
+            place, task = parts.tasks.take()
+            group_id = f"g{ticket.sequence:07d}"
+            episodes = [f"{group_id}/{i}" for i in range(size)]
+            parts.journal.admit(group_id, ticket.sequence, task.id, ticket.admitted_version, episodes)
+            group = _RunningGroup(group_id, place, ticket, task, episodes)
+            self._groups[ticket.sequence] = group
+            group.task = side.create_task(self._run_group(group))
+
+    async def _run_group(self, group: _RunningGroup) -> None:
+        """Run a ticket's episodes, score each as it ends, and hand the group over or drop it."""
+        parts = self.parts
+        episodes = await asyncio.gather(*(self._run_episode(group, i) for i in range(len(group.episodes))))
+        kept = [e for e in episodes if e.failure is None]
+        for episode in episodes:
+            if episode.failure is not None:
+                parts.telemetry.event("dropped", episode=episode.id, reason=episode.failure, detail=episode.detail)
+        if len(kept) < self.config.training.min_group:
+            group.drop_rest(parts.journal, "group_below_minimum")
+            del self._groups[group.ticket.sequence]
+            await parts.buffer.drop(group.ticket)
+            self._count_failure(episodes)
+            return
+        self._failures_in_row = 0
+        record = Group(
+            id=group.id,
+            sequence=group.ticket.sequence,
+            task=group.work,
+            episodes=tuple(kept),
+            admitted_version=group.ticket.admitted_version,
+        )
+        await parts.buffer.put(group.ticket, record)
+
+    async def _run_episode(self, group: _RunningGroup, index: int) -> Episode:
+        parts, name = self.parts, group.episodes[index]
+        request = EpisodeRequest(
+            id=name,
+            task=group.work,
+            seed=_episode_seed(self.config.seed, group.ticket.sequence, index),
+            engine=parts.engines,  # type: ignore[arg-type]
+            on_tokens=lambda count: parts.journal.receive(name, count),
+        )
+        episode = await parts.rollouts.run(request)
+        if episode.failure is None:
+            if episode.num_tokens == 0:
+                episode = episode.with_(failure="no_tokens")
+            else:
+                episode = await parts.scorers.score(episode)
+        if episode.failure is not None:
+            group.drop(parts.journal, name, episode.failure)
+        return episode
+
+    def _cut(self, ticket: Ticket) -> None:
+        """The bound does not wait for this group: what is not finished of it is dropped."""
+        group = self._groups[ticket.sequence]
+        for name in group.episodes:
+            self.parts.rollouts.cut(name)
+
+    def _count_failure(self, episodes: Sequence[Episode]) -> None:
+        """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
+        self._failures_in_row += 1
+        if self._failures_in_row >= 8 * self.config.training.groups_per_batch + 100:
+            last = next(e for e in reversed(episodes) if e.failure)
+            raise HeadraceError(
+                f"the last {self._failures_in_row} groups all failed",
+                f"{last.failure}: {last.detail}",
+                "look at the environment, the scorer and events.jsonl",
+            )
+
+    # ── train: batches → versions ────────────────────────────────────────────────────────────────────────
+
+    async def _train_loop(self) -> None:
+        progress, training = self.progress, self.config.training
+        while progress.step < training.steps:
+            batch = await self._next_batch()
+            if batch is None:
+                return
+            report = await self.parts.trainer.train(batch)
+            progress.step, progress.version = batch.step, report.version
+            produced = WeightVersion(number=report.version, parent=batch.version, step=progress.step)
+            self.parts.journal.train(batch, produced)
+            self.parts.journal.check()
+            self.parts.telemetry.batch(batch, produced.number)
+            self._steps_done.put_nowait((batch, report))
+            await self._after_step(produced)
+
+    async def _next_batch(self) -> Batch | None:
+        """The next batch, or None when the run is being stopped."""
+        take = asyncio.ensure_future(self._take())
+        stop = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not take.done() or self._stopping.is_set():
+                return None
+            version, groups = take.result()
+        finally:
+            take.cancel()
+            stop.cancel()
+        for group in groups:
+            self._groups.pop(group.sequence)
+        if self.config.training.shuffle_rewards:
+            groups = shuffle_rewards(groups, seed=self.config.seed + version)
+        advantages = group_advantages(groups, normalise_std=self.config.training.algorithm.normalise_std)
+        return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=advantages)
+
+    async def _take(self) -> tuple[int, list[Group]]:
+        limit = self.config.limits.batch_s
+        try:
+            async with asyncio.timeout(limit):
+                return await self.parts.buffer.take()
+        except TimeoutError:
+            waiting = ", ".join(sorted(g.id for g in self._groups.values())[:5])
+            whom = f"a batch ({self.parts.buffer.ready} groups ready; unfinished: {waiting or 'none'})"
+            raise DeadlineExceeded(
+                "the trainer", whom, limit, "engines and workers, or raise limits.batch_s"
+            ) from None
+
+    async def _after_step(self, produced: WeightVersion) -> None:
+        """Stage what has to leave the trainer before its weights change again."""
+        config, step = self.config, self.progress.step
+        last = step == config.training.steps
+        publish = step % config.sync.interval == 0 and not last
+        judge = self._evaluates(step)
+        if self._keeps(step):
+            await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
+        if publish or judge:
+            await self._settled(self._publication)
+            if judge:
+                await self._settled(self._evaluation)
+            await self._stage(produced, rollouts=publish, judge=judge)
+        if step % config.training.checkpoint_every == 0 and not last:
+            await self._checkpoint()
+
+    def _keeps(self, step: int) -> bool:
+        """Whether this version's weights are kept for the audit: runs of as many as one episode can span."""
+        span = (self.config.buffer.staleness_bound or 8) + 2
+        return step % self.config.recording.keep_versions_every < span
+
+    def _evaluates(self, step: int) -> bool:
+        every, steps = self.config.evaluation.every, self.config.training.steps
+        return self.parts.evaluator is not None and (step % every == 0 or step == steps)
+
+    # ── publish: a staged version → engines ──────────────────────────────────────────────────────────────
+
+    async def _publish_first(self) -> None:
+        """Before anything is sampled, the engines get the trainer's weights under the trainer's version."""
+        progress = self.progress
+        version = WeightVersion(number=progress.version, parent=progress.parent, step=progress.step)
+        if not progress.recorded:
+            self.parts.journal.version(version)
+        await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
+        judge = self.parts.evaluator is not None and not progress.evaluations
+        await self._stage(version, rollouts=True, judge=judge)
+        await self._settled(self._publication)
+
+    async def _stage(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
+        engines: list[Engine] = list(self.parts.engines.members) if rollouts else []
+        candidate = self.parts.vault.candidate(version.number)
+        if judge:
+            assert self.parts.evaluator is not None
+            engines.append(self.parts.evaluator)
+            await self.parts.trainer.export(candidate)
+        manifest = await self.parts.trainer.stage(version)
+        self._publication = self._beside(self._publish(manifest, engines))
+        if judge:
+            self._evaluation = self._beside(self._evaluate(version, candidate, self._publication))
+
+    async def _publish(self, manifest: Manifest, engines: Sequence[Engine]) -> None:
+        parts, number = self.parts, manifest.version.number
+        await parts.journal.flush()
+        published = await parts.publisher.publish(manifest, engines)
+        if any(engine in parts.engines.members for engine in engines):
+            self._published = published
+            parts.buffer.engines_serve(parts.engines.version)
+        parts.telemetry.event(
+            "published",
+            version=number,
+            step=manifest.version.step,
+            seconds=published.seconds,
+            pause_s=published.pause_s,
+            bytes=manifest.nbytes,
+            engines=[engine.name for engine in engines],
+            checksum=_digest(manifest),
+        )
+
+    # ── evaluate: a pinned version → pass rates ──────────────────────────────────────────────────────────
+
+    async def _evaluate(self, version: WeightVersion, candidate: str, published: asyncio.Task[None]) -> None:
+        await asyncio.shield(published)
+        parts, settings = self.parts, self.config.evaluation
+        assert parts.evaluator is not None
+        result = await evaluate(
+            parts.eval_tasks,
+            rollouts=parts.rollouts,
+            scorers=parts.scorers,
+            engine=parts.evaluator,
+            samples=settings.samples,
+            sampling=Sampling(
+                temperature=settings.sampling.temperature,
+                top_k=settings.sampling.top_k,
+                top_p=settings.sampling.top_p,
+                min_p=settings.sampling.min_p,
+            ),
+            seed=self.config.seed,
+        )
+        await self._judge(version, candidate, result)
+
+    async def _judge(self, version: WeightVersion, candidate: str, result: Evaluation) -> None:
+        best = self.progress.best is None or result.pass_1 > self.progress.best
+        if best:
+            self.progress.best = result.pass_1
+        await self.parts.vault.choose(candidate, best)
+        line = {"step": version.step, "version": version.number, **result.as_dict()}
+        self.progress.evaluations.append(line)
+        self.parts.telemetry.event("evaluated", **line, best=best)
+
+    # ── report: finished steps → metrics ─────────────────────────────────────────────────────────────────
+
+    async def _report_loop(self) -> None:
+        parts = self.parts
+        clock = asyncio.get_running_loop().time
+        seen = deque([(clock(), await parts.engines.usage(), await parts.trainer.usage())])
+        while (done := await self._steps_done.get()) is not None:
+            batch, report = done
+            engines_now, trainer_now = await asyncio.gather(parts.engines.usage(), parts.trainer.usage())
+            seen.append((clock(), engines_now, trainer_now))
+            while len(seen) > 2 and seen[1][0] < clock() - RATE_WINDOW_S:
+                seen.popleft()
+            engines, trainer = seen[-1][1].since(seen[0][1]), seen[-1][2].since(seen[0][2])
+            self.staleness_max = max(self.staleness_max, int(report.metrics["staleness_max"]))
+            parts.telemetry.step(
+                {
+                    **report.metrics,
+                    "step": batch.step,
+                    "version": report.version,
+                    "time_s": clock() - self._begun,
+                    "dropped": sum(parts.journal.dropped.values()),
+                    "trainer_idle_frac": _share(trainer.idle_s, trainer.wall_s),
+                    "engine_idle_frac": _share(engines.idle_s, engines.wall_s),
+                    "gen_tokens_per_s": _share(engines.tokens * len(parts.engines.members), engines.wall_s),
+                    "train_tokens_per_s": _share(trainer.tokens, trainer.wall_s),
+                    "sync_s": self._published.seconds,
+                    "swap_pause_s": self._published.pause_s,
+                    "buffer_groups": parts.buffer.ready,
+                    **_spent("engine", seen[-1][1]),
+                    **_spent("trainer", seen[-1][2]),
+                }
+            )
+
+    async def _flush_loop(self) -> None:
+        while True:
+            await asyncio.sleep(0.5)
+            await self.parts.journal.flush()
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _finish(self) -> None:
+        """Settle what runs beside training, drop what was not trained, and leave a checkpoint."""
+        await self._settled(self._publication)
+        if self.stopped_early:
+            if self._evaluation is not None:
+                self._evaluation.cancel()
+        else:
+            await self._settled(self._evaluation)
+        returned = sorted(group.place for group in self._groups.values())
+        for group in self._groups.values():
+            group.drop_rest(self.parts.journal, "shutdown" if self.stopped_early else "run_finished")
+        await self._checkpoint(returned)
+        self.parts.journal.check()
+        self.parts.journal.finish()
+        await self.parts.journal.flush()
+
+    async def _checkpoint(self, returned: Sequence[int] | None = None) -> None:
+        """Durable in this order: the ledger up to this version, then the weights that have it."""
+        parts, progress = self.parts, self.progress
+        if returned is None:
+            returned = sorted(group.place for group in self._groups.values())
+        state = {
+            "step": progress.step,
+            "version": progress.version,
+            "best": progress.best,
+            "evaluations": list(progress.evaluations),
+            "tasks": {"position": parts.tasks.position, "returned": [*returned, *parts.tasks.returned]},
+        }
+        await parts.journal.flush()
+        await parts.trainer.save(parts.vault.checkpoint(progress.step), state)
+        await parts.vault.prune()
+        parts.telemetry.event("checkpoint", step=progress.step, version=progress.version)
+
+    # ── watch: nothing waits on the dead ─────────────────────────────────────────────────────────────────
+
+    async def _watch(self) -> None:
+        """Ends with an error as soon as a component has died or something beside training has failed."""
+        waits: list[asyncio.Future[Any]] = [asyncio.ensure_future(death) for death in self.parts.deaths]
+        done, _ = await asyncio.wait([self._failed, *waits], return_when=asyncio.FIRST_COMPLETED)
+        raise next(iter(done)).result()
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Do the work beside training; its failure ends the run as soon as it happens."""
+        task = asyncio.create_task(work)
+
+        def done(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None and not self._failed.done():
+                self._failed.set_result(task.exception() or HeadraceError("unknown"))
+
+        task.add_done_callback(done)
+        return task
+
+    async def _with(self, watch: asyncio.Future[None], work: Coroutine[Any, Any, T]) -> T:
+        """Do the work, unless a component dies first."""
+        task = asyncio.ensure_future(work)
+        either: set[asyncio.Future[Any]] = {task, watch}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                watch.result()
+            return task.result()
+        except BaseExceptionGroup as group:
+            raise _first_cause(group) from group
+        finally:
+            ends = [t for t in (task, self._publication, self._evaluation) if t is not None and not t.done()]
+            for end in ends:
+                end.cancel()
+            # One error has been raised already; what its aftermath raises is not news.
+            await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _settled(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
+            await task
+
+
+@dataclass
+class _RunningGroup:
+    """A ticket's group until the trainer takes it or it is dropped."""
+
+    id: str
+    place: int
+    """Of its task, in the walk through the tasks."""
+    ticket: Ticket
+    work: Task
+    episodes: list[str]
+    gone: set[str] = field(default_factory=set)
+    task: asyncio.Task[None] = field(init=False)
+
+    def drop(self, journal: Journal, episode: str, reason: str) -> None:
+        self.gone.add(episode)
+        journal.drop(episode, reason)
+
+    def drop_rest(self, journal: Journal, reason: str) -> None:
+        for episode in self.episodes:
+            if episode not in self.gone:
+                self.drop(journal, episode, reason)
+
+
+def _episode_seed(seed: int, sequence: int, index: int) -> int:
+    return ((seed * 1_000_003 + sequence) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF
+
+
+def _share(part: float, whole: float) -> float:
+    return part / whole if whole > 0 else 0.0
+
+
+def _spent(who: str, usage: Usage) -> dict[str, float]:
+    """A component's seconds since it started, as it counts them itself."""
+    return {f"{who}_busy_s": usage.busy_s, f"{who}_idle_s": usage.idle_s, f"{who}_overhead_s": usage.overhead_s}
+
+
+def _digest(manifest: Manifest) -> int:
+    """One number for all of a version's bytes."""
+    value = 0
+    for spec in manifest.tensors:
+        value = (value * 0x100000001B3 ^ spec.checksum) & 0xFFFF_FFFF_FFFF_FFFF
+    return value
+
+
+def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error a person wants to see: ours before others."""
+    causes: list[BaseException] = []
+
+    def walk(error: BaseException) -> None:
+        if isinstance(error, BaseExceptionGroup):
+            for inner in error.exceptions:
+                walk(inner)
+        else:
+            causes.append(error)
+
+    walk(group)
+    return next((c for c in causes if isinstance(c, HeadraceError)), causes[0])

@@ -1,0 +1,354 @@
+"""The nouns, in the order they flow, and the one encoding that carries them. No torch here.
+
+    Task ──▶ Turn ──▶ Episode ──▶ Group ──▶ Batch          WeightVersion flows back
+
+A record is immutable data. Columns are NumPy arrays of equal length, one entry per sampled token. Whatever
+crosses a queue, a socket or a file does so through `encode` and `decode`:
+
+    offset  size  field
+    0       4     magic "HDRC"
+    4       2     format version
+    6       2     reserved, zero
+    8       8     length of everything after the prelude
+    16      4     CRC-32 of everything after the prelude
+    20      4     length of the header
+    24      8     reserved, zero
+    32      …     header: MessagePack [kind, record, [[dtype, shape, offset], …]]
+    …       …     the columns' raw bytes, each on a 16-byte boundary; `offset` counts from the prelude's end
+
+`decode` copies nothing: its columns are read-only views into the bytes it was given.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform
+
+import msgspec
+import numpy as np
+
+from headrace.errors import CorruptMessage, NewerMessage, RecordError, TruncatedMessage
+
+FORMAT_VERSION = 1
+
+
+# Type checkers do not see that a Struct's options are inherited; the transform states them for all subclasses.
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False, array_like=True):
+    """Base of everything that travels. A field added at the end, with a default, keeps old messages readable."""
+
+
+R = TypeVar("R", bound=type)
+_KINDS: dict[str, type] = {}
+
+
+def message(cls: R) -> R:
+    """Make a record class one that `encode` accepts at the top level; its name is its kind on the wire."""
+    if cls.__name__ in _KINDS:
+        raise RecordError("a message kind is registered once", cls.__name__, "rename one of the two classes")
+    _KINDS[cls.__name__] = cls
+    return cls
+
+
+# ── Task ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@message
+class Task(Record):
+    """One thing to attempt. `prompt` is text or chat messages; `answer` and `data` are for the scorer."""
+
+    id: str
+    prompt: str | list[dict[str, Any]]
+    answer: str | None = None
+    data: dict[str, Any] = {}
+
+
+# ── Turn ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sampling(Record):
+    """The distribution a turn is sampled from: what is needed, with the logits, to recompute a log-prob."""
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 means greedy: the support is the single best token."""
+    top_k: int = 0
+    """Keep the k most probable tokens. 0 keeps all."""
+    top_p: float = 1.0
+    """Then keep the smallest set of most probable tokens whose probability reaches top_p."""
+    min_p: float = 0.0
+    """Then keep tokens at least min_p times as probable as the most probable one."""
+
+    @property
+    def truncates(self) -> bool:
+        return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+class Support(Record):
+    """Per token, the ids that could have been sampled: row t is `ids[offsets[t]:offsets[t + 1]]`."""
+
+    ids: np.ndarray
+    offsets: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or (np.diff(self.offsets) < 0).any():
+            raise RecordError("support offsets rise from 0 to the number of ids", self.offsets.tolist())
+
+    def row(self, t: int) -> np.ndarray:
+        return self.ids[self.offsets[t] : self.offsets[t + 1]]
+
+    @staticmethod
+    def from_rows(rows: Sequence[np.ndarray]) -> Support:
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        ids = np.concatenate(rows) if rows else np.empty(0)
+        return Support(ids=ids.astype(np.int32, copy=False), offsets=offsets)
+
+
+class Routes(Record):
+    """Mixture-of-experts routing, (tokens, layers, experts per token): expert ids and gate weights."""
+
+    experts: np.ndarray
+    gates: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.experts.shape != self.gates.shape or self.experts.ndim != 3:
+            raise RecordError("routes are two (tokens, layers, k) arrays", (self.experts.shape, self.gates.shape))
+
+
+class KvEvent(Record):
+    """A point of a sequence's KV lineage: from `position` on, keys and values are computed under `version`.
+
+    What lies before `position` was kept as older versions left it, or recomputed under `version`.
+    """
+
+    position: int
+    version: int
+    before: Literal["kept", "recomputed"]
+    cause: Literal["start", "swap", "preempt"] = "swap"
+
+
+class Turn(Record):
+    """One model call. Context is by reference: the parent turn's whole sequence, then `context`."""
+
+    tokens: np.ndarray
+    """int32 (T,): sampled ids, the stop token included."""
+    logprobs: np.ndarray
+    """float32 (T,): log-prob of each under the very distribution it was sampled from."""
+    versions: np.ndarray
+    """int32 (T,): version of the weights that produced each."""
+    context: np.ndarray
+    """int32: tokens between the parent's last one (or the beginning) and the first sampled one."""
+    stop: Literal["stop", "length", "cancelled"]
+    sampling: Sampling = Sampling()
+    lineage: tuple[KvEvent, ...] = ()
+    support: Support | None = None
+    """Present whenever sampling truncates."""
+    routes: Routes | None = None
+    policy: str = "policy"
+    adapter: str | None = None
+    parent: int | None = None
+    """Index, in the episode, of the turn whose sequence this one continues."""
+    joins: tuple[int, ...] = ()
+    """Other turns this one's context was made from (an agent that read another's answer)."""
+    engine: str = ""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        n = len(self.tokens)
+        columns: dict[str, int] = {"logprobs": len(self.logprobs), "versions": len(self.versions)}
+        if self.support is not None:
+            columns["support"] = len(self.support.offsets) - 1
+        if self.routes is not None:
+            columns["routes"] = len(self.routes.experts)
+        if any(length != n for length in columns.values()):
+            raise RecordError(f"a turn's columns have one entry per sampled token, here {n}", columns)
+
+
+# ── Episode ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@message
+class Episode(Record):
+    """A directed graph of turns: an edge leads from a turn to those whose context was made from it."""
+
+    id: str
+    task: Task
+    turns: tuple[Turn, ...] = ()
+    reward: float | None = None
+    failure: str | None = None
+    """Why it cannot be trained on, as the ledger counts it; None when it can."""
+    detail: str = ""
+    """What a person wants to read about the failure."""
+    metrics: dict[str, float] = {}
+    started: float = 0.0
+    """Seconds on the run's clock."""
+    finished: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(turn.tokens) for turn in self.turns)
+
+    @property
+    def version_min(self) -> int | None:
+        return min((int(turn.versions.min()) for turn in self.turns if len(turn.versions)), default=None)
+
+    @property
+    def version_max(self) -> int | None:
+        return max((int(turn.versions.max()) for turn in self.turns if len(turn.versions)), default=None)
+
+    def full_context(self, index: int) -> np.ndarray:
+        """Every token before the first sampled one of turn `index`."""
+        turn = self.turns[index]
+        if turn.parent is None:
+            return turn.context
+        parent = self.turns[turn.parent]
+        return np.concatenate([self.full_context(turn.parent), parent.tokens, turn.context])
+
+    def with_(self, **changes: Any) -> Episode:
+        return msgspec.structs.replace(self, **changes)
+
+
+# ── Group ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@message
+class Group(Record):
+    """The episodes of one task: the unit of admission and of advantage."""
+
+    id: str
+    sequence: int
+    """Position in the order of admission."""
+    task: Task
+    episodes: tuple[Episode, ...] = ()
+    admitted_version: int = 0
+    """Version the slowest serving engine had at admission: no token of the group is older."""
+
+
+# ── Batch ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@message
+class Batch(Record):
+    """What one training step consumes. `version` is the trainer's version when it consumes it."""
+
+    step: int
+    """Number of the training step that consumes it, from 1."""
+    version: int
+    groups: tuple[Group, ...]
+    advantages: np.ndarray
+    """float32, one per episode, in the order of `episodes`."""
+
+    def __post_init__(self) -> None:
+        n = sum(len(group.episodes) for group in self.groups)
+        if len(self.advantages) != n:
+            raise RecordError(f"a batch has one advantage per episode, here {n}", len(self.advantages))
+
+    @property
+    def episodes(self) -> Iterator[Episode]:
+        for group in self.groups:
+            yield from group.episodes
+
+
+# ── WeightVersion ────────────────────────────────────────────────────────────────────────────────────────
+
+
+@message
+class WeightVersion(Record):
+    """A set of weights by number. A number is never used twice; `parent` is the version it was trained from."""
+
+    number: int
+    parent: int | None
+    step: int
+
+
+# ── The encoding ─────────────────────────────────────────────────────────────────────────────────────────
+
+_PRELUDE = struct.Struct("<4sHHQIIQ")
+_MAGIC = b"HDRC"
+_COLUMN = 1
+_ALIGN = 16
+PRELUDE_BYTES = _PRELUDE.size
+
+
+def encode(record: Any) -> bytearray:
+    """The record as one self-contained message."""
+    kind = type(record).__name__
+    if _KINDS.get(kind) is not type(record):
+        raise RecordError("only registered message kinds travel", kind, "decorate the class with @message")
+    columns: list[np.ndarray] = []
+
+    def hook(value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            columns.append(np.ascontiguousarray(value))
+            return msgspec.msgpack.Ext(_COLUMN, struct.pack("<I", len(columns) - 1))
+        if isinstance(value, np.generic):
+            return value.item()
+        raise RecordError("a record holds plain values, records and NumPy columns", type(value).__name__)
+
+    body = msgspec.msgpack.Encoder(enc_hook=hook).encode(record)
+    # A column's place depends on the header's length, which depends on the places: count from after the header.
+    table, offset = [], 0
+    for column in columns:
+        table.append((column.dtype.str, column.shape, offset))
+        offset += -(-column.nbytes // _ALIGN) * _ALIGN
+    header = msgspec.msgpack.encode((kind, msgspec.Raw(body), table))
+    start = -(-(PRELUDE_BYTES + len(header)) // _ALIGN) * _ALIGN
+    out = bytearray(start + offset)
+    out[PRELUDE_BYTES : PRELUDE_BYTES + len(header)] = header
+    for column, (_, _, place) in zip(columns, table, strict=True):
+        out[start + place : start + place + column.nbytes] = column.reshape(-1).view(np.uint8).data
+    checksum = zlib.crc32(memoryview(out)[PRELUDE_BYTES:])
+    _PRELUDE.pack_into(out, 0, _MAGIC, FORMAT_VERSION, 0, len(out) - PRELUDE_BYTES, checksum, len(header), 0)
+    return out
+
+
+def body_length(prelude: bytes | bytearray | memoryview) -> int:
+    """How many bytes follow this prelude. Refuses what is not a message of a known version."""
+    if len(prelude) < PRELUDE_BYTES:
+        raise TruncatedMessage(f"a message begins with {PRELUDE_BYTES} bytes", len(prelude))
+    magic, version, _, length, _, _, _ = _PRELUDE.unpack_from(prelude)
+    if magic != _MAGIC:
+        raise CorruptMessage("a message begins with the magic bytes", bytes(magic))
+    if version > FORMAT_VERSION:
+        raise NewerMessage(
+            f"this Headrace reads message versions up to {FORMAT_VERSION}", version, "upgrade the reading side"
+        )
+    return int(length)
+
+
+def decode(data: bytes | bytearray | memoryview) -> Any:
+    """The record in `data`. Its columns are read-only views into `data`: keep that buffer unchanged."""
+    view = memoryview(data).toreadonly()
+    length = body_length(view)
+    if len(view) < PRELUDE_BYTES + length:
+        raise TruncatedMessage(f"the message has {PRELUDE_BYTES + length} bytes", len(view))
+    _, _, _, _, checksum, header_length, _ = _PRELUDE.unpack_from(view)
+    body = view[PRELUDE_BYTES : PRELUDE_BYTES + length]
+    if zlib.crc32(body) != checksum:
+        raise CorruptMessage("the message's checksum matches its bytes", f"{zlib.crc32(body):#x}")
+    try:
+        kind, raw, table = _HEADER.decode(body[:header_length])
+        start = -(-(PRELUDE_BYTES + header_length) // _ALIGN) * _ALIGN - PRELUDE_BYTES
+        columns = [_column(body, start + offset, dtype, shape) for dtype, shape, offset in table]
+        cls = _KINDS.get(kind)
+        if cls is None:
+            raise CorruptMessage("the message's kind is known", kind, "import the module that defines it")
+        hook = lambda code, payload: columns[struct.unpack("<I", payload)[0]]  # noqa: E731
+        return msgspec.msgpack.Decoder(cls, ext_hook=hook).decode(raw)
+    except (msgspec.DecodeError, IndexError, ValueError, TypeError) as error:
+        raise CorruptMessage("the message's header describes its record", str(error)) from error
+
+
+_HEADER = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw, list[tuple[str, tuple[int, ...], int]]])
+
+
+def _column(body: memoryview, start: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    kind = np.dtype(dtype)
+    if kind.hasobject:
+        raise CorruptMessage("a column holds plain numbers", dtype)
+    count = 1
+    for side in shape:
+        count *= side
+    return np.frombuffer(body, kind, count, start).reshape(shape) if count else np.empty(shape, kind)

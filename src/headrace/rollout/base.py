@@ -1,0 +1,77 @@
+"""The rollout room's interface: task in, episode out.
+
+An environment is a user's class. It runs in a worker process and sees the model only through a `Policy`; each
+`sample` is one turn of the episode, recorded with all its provenance by the controller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from headrace.engine.base import Engine
+from headrace.records import Episode, Sampling, Task
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a policy answered. `turn` names it in later calls."""
+
+    turn: int
+    tokens: list[int]
+    text: str
+    stop: str
+
+
+class Policy(Protocol):
+    """The model, as an environment sees it."""
+
+    async def sample(
+        self,
+        prompt: str | Sequence[dict[str, Any]] | Sequence[int],
+        *,
+        after: Completion | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        """One turn. `prompt` is text, chat messages, or tokens.
+
+        With `after`, the turn continues that completion's sequence, token for token: `prompt` is only what
+        comes between the two.
+        """
+        ...
+
+
+class Environment(Protocol):
+    """Turns a task into an episode by sampling from the policy.
+
+    `rollout` may be a coroutine function, or a plain function that gets a blocking policy and runs in a thread.
+    What it returns, if anything, are numbers to keep with the episode. An exception fails this episode only.
+    """
+
+    async def rollout(self, task: Task, policy: Policy) -> dict[str, float] | None: ...
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """One episode to run. `seed` names its random streams."""
+
+    id: str
+    task: Task
+    seed: int
+    engine: Engine
+    sampling: Sampling | None = None
+    """Instead of the environment's own."""
+    on_tokens: Callable[[int], None] = field(default=lambda count: None)
+    """Told of tokens when they are received."""
+
+
+class Rollouts(Protocol):
+    """Runs episodes, many at once. A failed episode is data: it comes back with its reason."""
+
+    async def run(self, request: EpisodeRequest) -> Episode: ...
+
+    def cut(self, episode_id: str) -> None:
+        """End a running episode now; it comes back failed, with the reason "late"."""
+        ...

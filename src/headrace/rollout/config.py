@@ -1,0 +1,74 @@
+"""Configuration of tasks and environments. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from headrace.config.base import Config
+from headrace.errors import ConfigError
+
+
+class JsonlTasks(Config, tag="jsonl", tag_field="type"):
+    """One task a line: {"prompt": text or messages, "answer": …, …}; other keys go to the task's data."""
+
+    path: str
+
+
+class ReasoningGymTasks(Config, tag="reasoning_gym", tag_field="type"):
+    """Tasks of a `reasoning-gym` dataset. Its own verifier is the scorer of type "reasoning_gym"."""
+
+    dataset: str
+    """The dataset's name, such as "chain_sum"."""
+    size: Annotated[int, Meta(ge=1)] = 10_000
+    seed: int = 0
+    options: dict[str, Any] = {}
+    """The dataset's own options."""
+
+
+class PythonTasks(Config, tag="python", tag_field="type"):
+    """Tasks from a function of the user's: `source(**options)` returns or yields tasks."""
+
+    source: str
+    """ "module:function" or "file.py:function"."""
+    options: dict[str, Any] = {}
+
+
+TaskConfig = JsonlTasks | ReasoningGymTasks | PythonTasks
+
+
+class SamplingConfig(Config):
+    """How the policy is sampled."""
+
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    top_k: Annotated[int, Meta(ge=0)] = 0
+    """0 keeps all tokens."""
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+
+class EnvironmentConfig(Config):
+    """What turns a task into an episode, in worker processes of its own."""
+
+    source: str = "headrace.rollout.single_turn:SingleTurn"
+    """The environment's class: "module:Name" or "file.py:Name"."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of its constructor."""
+    sampling: SamplingConfig = SamplingConfig()
+    max_tokens: Annotated[int, Meta(ge=1)] = 256
+    """Most tokens of one turn."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a turn, besides the model's end-of-sequence tokens."""
+    workers: Annotated[int, Meta(ge=1)] = 1
+    """Worker processes."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """Longest one episode may take, in seconds."""
+
+    def check(self) -> None:
+        if ":" not in self.source:
+            raise ConfigError(
+                'an environment is named "module:Name" or "file.py:Name"',
+                self.source,
+                'the built-in one is "headrace.rollout.single_turn:SingleTurn"',
+            )

@@ -1,0 +1,235 @@
+"""Environments in worker processes: what the worker does, what the controller does, and what passes between.
+
+    controller                                             worker
+    WorkerRollouts.run ──RunEpisode──▶ _Episodes.handle ──▶ the user's environment
+            ◀──SampleCall──  policy.sample
+    engine.sample
+            ──SampleReply──▶
+            ◀──EpisodeEnd──
+
+The controller keeps the turns with all their columns; the worker gets tokens only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import itertools
+import socket
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.engine.base import SampleRequest
+from headrace.errors import EpisodeFailure
+from headrace.records import Episode, Record, Sampling, Task, Turn, message
+from headrace.references import resolve
+from headrace.rollout.base import Completion, EpisodeRequest
+from headrace.rollout.config import EnvironmentConfig, TaskConfig
+from headrace.rollout.tasks import TaskList, load_tasks
+from headrace.tokenizer import Tokenizer
+from headrace.workers import AskController, Pool, call_user, serve
+
+
+@message
+class RunEpisode(Record):
+    task: Task
+
+
+@message
+class SampleCall(Record):
+    context: np.ndarray
+    parent: int | None
+    max_tokens: int
+    stop_strings: tuple[str, ...]
+
+
+@message
+class SampleReply(Record):
+    turn: int
+    tokens: np.ndarray
+    stop: str
+
+
+@message
+class EpisodeEnd(Record):
+    metrics: dict[str, float]
+
+
+@message
+class LoadTasks(Record):
+    """Ask a worker for the tasks of a source (its configuration as MessagePack)."""
+
+    config: bytes
+    limit: int | None
+
+
+# ── The worker's side ────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(sock: socket.socket, options: dict[str, Any]) -> None:
+    """A worker's entry."""
+    config = msgspec.convert(options["environment"], EnvironmentConfig)
+    serve(sock, _Episodes(config, Tokenizer(Path(options["model"]))).handle, kind="environment")
+
+
+class _Episodes:
+    def __init__(self, config: EnvironmentConfig, tokenizer: Tokenizer):
+        self._config = config
+        self._tokenizer = tokenizer
+        found = resolve(config.source)
+        environment: Any = found(**config.options) if isinstance(found, type) else found
+        self._rollout: Callable[..., Any] = getattr(environment, "rollout", environment)
+
+    async def handle(self, body: Any, ask: AskController) -> Any:
+        if isinstance(body, LoadTasks):
+            return TaskList(tasks=load_tasks(msgspec.msgpack.decode(body.config, type=TaskConfig), body.limit))
+        assert isinstance(body, RunEpisode)
+        policy = _WorkerPolicy(self._config, self._tokenizer, ask)
+        if inspect.iscoroutinefunction(self._rollout):
+            metrics = await self._rollout(body.task, policy)
+        else:
+            blocking = _BlockingPolicy(policy, asyncio.get_running_loop())
+            metrics = await call_user(self._rollout, body.task, blocking)
+        return EpisodeEnd(metrics={str(k): float(v) for k, v in (metrics or {}).items()})
+
+
+class _WorkerPolicy:
+    def __init__(self, config: EnvironmentConfig, tokenizer: Tokenizer, ask: AskController):
+        self._config = config
+        self._tokenizer = tokenizer
+        self._ask = ask
+
+    async def sample(
+        self,
+        prompt: str | Sequence[dict[str, Any]] | Sequence[int],
+        *,
+        after: Completion | None = None,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+    ) -> Completion:
+        reply: SampleReply = await self._ask(
+            SampleCall(
+                context=np.asarray(self._tokens(prompt, first=after is None), np.int32),
+                parent=None if after is None else after.turn,
+                max_tokens=max_tokens or self._config.max_tokens,
+                stop_strings=(*self._config.stop_strings, *stop),
+            )
+        )
+        tokens = reply.tokens.tolist()
+        return Completion(turn=reply.turn, tokens=tokens, text=self._tokenizer.decode(tokens), stop=reply.stop)
+
+    def _tokens(self, prompt: str | Sequence[dict[str, Any]] | Sequence[int], *, first: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt, special=first)
+        if prompt and isinstance(prompt[0], dict):
+            return self._tokenizer.chat(prompt)  # type: ignore[arg-type]
+        return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+
+class _BlockingPolicy:
+    """The policy for an environment that is a plain function, in a thread of its own."""
+
+    def __init__(self, policy: _WorkerPolicy, loop: asyncio.AbstractEventLoop):
+        self._policy = policy
+        self._loop = loop
+
+    def sample(self, prompt: Any, **options: Any) -> Completion:
+        return asyncio.run_coroutine_threadsafe(self._policy.sample(prompt, **options), self._loop).result()
+
+
+# ── The controller's side ────────────────────────────────────────────────────────────────────────────────
+
+
+class WorkerRollouts:
+    """Runs episodes in a pool of workers."""
+
+    def __init__(self, pool: Pool, config: EnvironmentConfig):
+        self._pool = pool
+        self._sampling = Sampling(**msgspec.structs.asdict(config.sampling))
+        self._running: dict[str, _Recorder] = {}
+
+    async def tasks(self, config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:
+        reply = await self._pool.run(LoadTasks(config=msgspec.msgpack.encode(config), limit=limit))
+        return reply.tasks
+
+    async def run(self, request: EpisodeRequest) -> Episode:
+        started = time.time()
+        recorder = _Recorder(request, request.sampling or self._sampling)
+        self._running[request.id] = recorder
+        failure, detail, metrics = None, "", {}
+        try:
+            end = await self._pool.run(RunEpisode(task=request.task), recorder.sample)
+            metrics = end.metrics
+            if recorder.cut_short:
+                failure = "late"
+        except EpisodeFailure as error:
+            failure, detail = ("late" if recorder.cut_short else error.reason), error.detail
+        finally:
+            del self._running[request.id]
+        return Episode(
+            id=request.id,
+            task=request.task,
+            turns=tuple(recorder.turns),
+            failure=failure,
+            detail=detail,
+            metrics=metrics,
+            started=started,
+            finished=time.time(),
+        )
+
+    def cut(self, episode_id: str) -> None:
+        recorder = self._running.get(episode_id)
+        if recorder is not None:
+            recorder.cut()
+
+
+_request_ids = itertools.count(1)
+
+
+class _Recorder:
+    """Answers one episode's calls from its engine, and keeps the turns."""
+
+    def __init__(self, request: EpisodeRequest, sampling: Sampling):
+        self.turns: list[Turn] = []
+        self.cut_short = False
+        self._request = request
+        self._sampling = sampling
+        self._open: set[int] = set()
+
+    async def sample(self, call: SampleCall) -> SampleReply:
+        if self.cut_short:
+            raise EpisodeFailure("late")
+        context = call.context
+        if call.parent is not None:
+            before = Episode(id="", task=self._request.task, turns=tuple(self.turns))
+            context = np.concatenate([before.full_context(call.parent), self.turns[call.parent].tokens, context])
+        request = SampleRequest(
+            id=next(_request_ids),
+            context=context,
+            max_tokens=call.max_tokens,
+            sampling=self._sampling,
+            stop_strings=call.stop_strings,
+            seed=_turn_seed(self._request.seed, len(self.turns)),
+        )
+        self._open.add(request.id)
+        try:
+            turn = await self._request.engine.sample(request)
+        finally:
+            self._open.discard(request.id)
+        self._request.on_tokens(len(turn.tokens))
+        self.turns.append(msgspec.structs.replace(turn, context=call.context, parent=call.parent))
+        return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
+
+    def cut(self) -> None:
+        self.cut_short = True
+        for request_id in self._open:
+            self._request.engine.cut(request_id)
+
+
+def _turn_seed(seed: int, turn: int) -> int:
+    return (seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF

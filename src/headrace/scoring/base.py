@@ -1,0 +1,58 @@
+"""The scoring room's interface: episode in, reward out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from headrace.records import Episode, Task
+
+
+@dataclass(frozen=True)
+class AttemptTurn:
+    """One turn as a scorer sees it."""
+
+    prompt: str
+    text: str
+    tokens: list[int]
+    stop: str
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An episode as a scorer sees it."""
+
+    turns: list[AttemptTurn]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def text(self) -> str:
+        """The last turn's answer, without special tokens."""
+        return self.turns[-1].text if self.turns else ""
+
+    @property
+    def stop(self) -> str:
+        return self.turns[-1].stop if self.turns else ""
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward, and numbers to keep with the episode."""
+
+    reward: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Scorer(Protocol):
+    """Gives an attempt its reward. `score` may be a coroutine function; a plain one runs in a thread.
+
+    A function with this signature is a scorer too. An exception fails this episode only.
+    """
+
+    def score(self, task: Task, attempt: Attempt) -> float | Score: ...
+
+
+class Scorers(Protocol):
+    """Scores episodes, many at once. One whose scorer fails comes back failed, with its reason."""
+
+    async def score(self, episode: Episode) -> Episode: ...

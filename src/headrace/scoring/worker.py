@@ -1,0 +1,95 @@
+"""Scorers in worker processes: the worker's side, the controller's side, and what passes between."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from headrace.errors import EpisodeFailure
+from headrace.records import Episode, Record, Task, message
+from headrace.references import resolve
+from headrace.scoring.base import Attempt, AttemptTurn, Score
+from headrace.scoring.config import ScorerConfig
+from headrace.tokenizer import Tokenizer
+from headrace.workers import AskController, Pool, call_user, serve
+
+
+class ScoreTurn(Record):
+    context: np.ndarray
+    tokens: np.ndarray
+    stop: str
+
+
+@message
+class ScoreCall(Record):
+    task: Task
+    turns: tuple[ScoreTurn, ...]
+    metrics: dict[str, float]
+
+
+@message
+class ScoreReply(Record):
+    reward: float
+    metrics: dict[str, float]
+
+
+def start(sock: socket.socket, options: dict[str, Any]) -> None:
+    """A worker's entry."""
+    config = msgspec.convert(options["scorer"], ScorerConfig)
+    serve(sock, _Scoring(config, Tokenizer(Path(options["model"]))).handle, kind="scorer")
+
+
+class _Scoring:
+    def __init__(self, config: ScorerConfig, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        found: Any = resolve(config.source)
+        self._score: Callable[..., Any]
+        if inspect.isclass(found):
+            scorer: Any = found(**config.options)
+            self._score = scorer.score
+        else:
+            self._score = partial(found, **config.options) if config.options else found
+
+    async def handle(self, body: Any, ask: AskController) -> ScoreReply:
+        assert isinstance(body, ScoreCall)
+        result = await call_user(self._score, body.task, self._attempt(body))
+        score = result if isinstance(result, Score) else Score(float(result))
+        if not math.isfinite(score.reward):
+            raise EpisodeFailure("bad_reward", f"a reward is a finite number (got {score.reward})")
+        return ScoreReply(reward=float(score.reward), metrics={k: float(v) for k, v in score.metrics.items()})
+
+    def _attempt(self, call: ScoreCall) -> Attempt:
+        decode = self._tokenizer.decode
+        turns = [
+            AttemptTurn(
+                prompt=decode(turn.context, keep_special=True),
+                text=decode(turn.tokens),
+                tokens=turn.tokens.tolist(),
+                stop=turn.stop,
+            )
+            for turn in call.turns
+        ]
+        return Attempt(turns=turns, metrics=call.metrics)
+
+
+class WorkerScorers:
+    """Scores episodes in a pool of workers."""
+
+    def __init__(self, pool: Pool):
+        self._pool = pool
+
+    async def score(self, episode: Episode) -> Episode:
+        turns = tuple(ScoreTurn(context=t.context, tokens=t.tokens, stop=t.stop) for t in episode.turns)
+        try:
+            reply = await self._pool.run(ScoreCall(task=episode.task, turns=turns, metrics=episode.metrics))
+        except EpisodeFailure as failure:
+            return episode.with_(failure=failure.reason, detail=failure.detail)
+        return episode.with_(reward=reply.reward, metrics={**episode.metrics, **reply.metrics})

@@ -1,0 +1,292 @@
+"""Simulated components under the real pipeline: cost models with delays, failures and storage that can forget.
+
+A `World` is what outlives a crash: the disk. Everything else is made anew for each life of the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from headrace.engine.base import KvPolicy, SampleRequest, SwapReport
+from headrace.errors import ComponentDied, EpisodeFailure, SyncError
+from headrace.ledger import Change, Ledger
+from headrace.records import Batch, Episode, KvEvent, Turn, WeightVersion
+from headrace.rollout.base import EpisodeRequest
+from headrace.sync.base import Manifest, TensorSpec
+from headrace.training.base import StepReport
+from headrace.usage import Usage
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Mean seconds of virtual time, and probabilities, of everything that happens."""
+
+    token_s: float = 0.01
+    median_tokens: int = 20
+    sigma: float = 1.0
+    score_s: float = 0.05
+    step_s: float = 0.5
+    stage_s: float = 0.02
+    commit_s: float = 0.01
+    save_s: float = 0.1
+    environment_failure: float = 0.0
+    scorer_failure: float = 0.0
+    sync_failure: float = 0.0
+
+
+@dataclass
+class World:
+    """The disk and the dice."""
+
+    costs: Costs
+    dice: random.Random
+    ledger: Ledger = field(default_factory=lambda: Ledger(":memory:"))
+    checkpoints: list[tuple[dict[str, Any], int]] = field(default_factory=list)
+    events: list[dict[str, Any]] = field(default_factory=list)
+    batches: list[tuple[Batch, int]] = field(default_factory=list)
+
+    async def spend(self, mean_s: float) -> None:
+        """Take a random time around a mean."""
+        await asyncio.sleep(mean_s * self.dice.expovariate(1.0))
+
+    def happens(self, probability: float) -> bool:
+        return self.dice.random() < probability
+
+
+class SimEngine:
+    """Emits tokens at a steady rate, each under the version served at that moment."""
+
+    def __init__(self, world: World, name: str):
+        self.name = name
+        self.load = 0
+        self._world = world
+        self._swaps: list[tuple[float, int]] = [(0.0, -1)]
+        self._announced: Manifest | None = None
+        self._verified = False
+        self._tokens = 0
+        self._cuts: dict[int, asyncio.Event] = {}
+        self._awake = asyncio.Event()
+        self._awake.set()
+
+    @property
+    def version(self) -> int:
+        return self._swaps[-1][1]
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        clock = asyncio.get_running_loop().time
+        await self._awake.wait()
+        begun = clock()
+        costs, dice = self._world.costs, self._world.dice
+        wanted = int(costs.median_tokens * np.exp(costs.sigma * dice.gauss(0, 1))) + 1
+        wanted = min(wanted, request.max_tokens)
+        self._cuts[request.id] = cut = asyncio.Event()
+        self.load += 1
+        try:
+            async with asyncio.timeout(wanted * costs.token_s):
+                await cut.wait()
+        except TimeoutError:
+            pass
+        finally:
+            self.load -= 1
+            del self._cuts[request.id]
+        made = min(wanted, int((clock() - begun) / costs.token_s + 1e-6)) if cut.is_set() else wanted
+        self._tokens += made
+        return self._turn(request, begun, made, "cancelled" if cut.is_set() else "stop")
+
+    def _turn(self, request: SampleRequest, begun: float, made: int, stop: Any) -> Turn:
+        times = np.asarray([at for at, _ in self._swaps])
+        versions = np.asarray([version for _, version in self._swaps], np.int32)
+        at = begun + np.arange(made) * self._world.costs.token_s
+        column = versions[np.searchsorted(times, at, side="right") - 1]
+        lineage: list[KvEvent] = []
+        for j, version in enumerate(column.tolist()):
+            if not lineage or lineage[-1].version != version:
+                position = 0 if not lineage else len(request.context) + j - 1
+                cause: Any = "swap" if lineage else "start"
+                lineage.append(KvEvent(position=position, version=version, before="kept", cause=cause))
+        return Turn(
+            tokens=np.zeros(made, np.int32),
+            logprobs=np.zeros(made, np.float32),
+            versions=column,
+            context=request.context,
+            stop=stop,
+            sampling=request.sampling,
+            lineage=tuple(lineage),
+            engine=self.name,
+        )
+
+    def cut(self, request_id: int) -> None:
+        if request_id in self._cuts:
+            self._cuts[request_id].set()
+
+    async def announce(self, manifest: Manifest) -> None:
+        await self._stage("announce")
+        self._announced, self._verified = manifest, False
+
+    async def transfer(self, number: int) -> None:
+        await self._stage("transfer")
+
+    async def verify(self, number: int) -> None:
+        await self._stage("verify")
+        self._verified = True
+
+    async def swap(self, number: int, kv: KvPolicy) -> SwapReport:
+        if self._announced is None or self._announced.version.number != number or not self._verified:
+            raise SyncError("swap", self.name, "not verified")
+        self._swaps.append((asyncio.get_running_loop().time(), number))
+        await self._stage("swap")
+        return SwapReport(version=number, pause_s=0.0, running=self.load)
+
+    async def pause(self) -> None:
+        self._awake.clear()
+
+    async def resume(self) -> None:
+        self._awake.set()
+
+    async def usage(self) -> Usage:
+        return Usage(busy_s=asyncio.get_running_loop().time(), tokens=self._tokens)
+
+    async def close(self) -> None: ...
+
+    async def _stage(self, name: str) -> None:
+        await self._world.spend(self._world.costs.stage_s)
+        if self._world.happens(self._world.costs.sync_failure):
+            raise ComponentDied(self.name, f"simulated, in {name}")
+
+
+class SimTrainer:
+    """Counts versions; its checkpoints appear whole, at the end of the time they take."""
+
+    def __init__(self, world: World):
+        self.weights = 1
+        """Stands for the parameters: another number after every step."""
+        self._world = world
+        self._turn = asyncio.Lock()
+
+    async def train(self, batch: Batch) -> StepReport:
+        async with self._turn:
+            await self._world.spend(self._world.costs.step_s)
+            lag = max(batch.version - (e.version_min or 0) for e in batch.episodes)
+            self.weights = self._world.dice.getrandbits(32)
+            return StepReport(step=batch.step, version=batch.version + 1, metrics={"staleness_max": float(lag)})
+
+    async def stage(self, version: WeightVersion) -> Manifest:
+        async with self._turn:
+            await self._world.spend(self._world.costs.stage_s)
+            spec = TensorSpec(name="w", dtype="float32", shape=(1,), offset=0, nbytes=4, checksum=self.weights)
+            return Manifest(version=version, payload="full", transport="simulated", tensors=(spec,), nbytes=4)
+
+    async def save(self, folder: str, state: dict[str, Any]) -> None:
+        async with self._turn:
+            await self._world.spend(self._world.costs.save_s)
+            self._world.checkpoints.append((state, self.weights))
+
+    async def export(self, folder: str) -> None: ...
+
+    async def keep(self, version: int, file: str) -> None: ...
+
+    async def load(self, folder: str) -> dict[str, Any]:
+        state, self.weights = self._world.checkpoints[-1]
+        return state
+
+    async def rename(self, version: int) -> None: ...
+
+    async def usage(self) -> Usage:
+        return Usage(busy_s=asyncio.get_running_loop().time())
+
+    async def close(self) -> None: ...
+
+
+class SimRollouts:
+    """One turn an episode."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._requests = 0
+        self._open: dict[str, tuple[EpisodeRequest, int]] = {}
+        self._cut: set[str] = set()
+
+    async def run(self, request: EpisodeRequest) -> Episode:
+        self._requests += 1
+        sample = SampleRequest(id=self._requests, context=np.zeros(4, np.int32), max_tokens=400)
+        self._open[request.id] = (request, sample.id)
+        try:
+            if self._world.happens(self._world.costs.environment_failure):
+                raise EpisodeFailure("environment_error", "simulated")
+            turn = await request.engine.sample(sample)
+            request.on_tokens(len(turn.tokens))
+            failure = "late" if request.id in self._cut else None
+            return Episode(id=request.id, task=request.task, turns=(turn,), failure=failure)
+        except EpisodeFailure as error:
+            return Episode(id=request.id, task=request.task, failure=error.reason)
+        finally:
+            del self._open[request.id]
+            self._cut.discard(request.id)
+
+    def cut(self, episode_id: str) -> None:
+        if episode_id in self._open:
+            self._cut.add(episode_id)
+            request, sample_id = self._open[episode_id]
+            request.engine.cut(sample_id)
+
+
+class SimScorers:
+    def __init__(self, world: World):
+        self._world = world
+
+    async def score(self, episode: Episode) -> Episode:
+        await self._world.spend(self._world.costs.score_s)
+        if self._world.happens(self._world.costs.scorer_failure):
+            return episode.with_(failure="scorer_error", detail="simulated")
+        return episode.with_(reward=float(self._world.happens(0.5)))
+
+
+class SimStore:
+    """Durable after the commit's time; a crash in between keeps all of a commit or nothing."""
+
+    def __init__(self, world: World):
+        self._world = world
+
+    async def apply(self, changes: Sequence[Change]) -> None:
+        early = self._world.happens(0.5)
+        if early:
+            self._world.ledger.apply(changes)
+        await self._world.spend(self._world.costs.commit_s)
+        if not early:
+            self._world.ledger.apply(changes)
+
+
+class SimTelemetry:
+    def __init__(self, world: World):
+        self._world = world
+
+    def step(self, line: dict[str, Any]) -> None: ...
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._world.events.append({"kind": kind, **fields})
+
+    def batch(self, batch: Batch, produced: int) -> None:
+        self._world.batches.append((batch, produced))
+
+    async def close(self) -> None: ...
+
+
+class SimVault:
+    def checkpoint(self, step: int) -> str:
+        return f"step-{step}"
+
+    def candidate(self, version: int) -> str:
+        return f"candidate-{version}"
+
+    def version(self, number: int) -> str:
+        return f"version-{number}"
+
+    async def choose(self, candidate: str, best: bool) -> None: ...
+
+    async def prune(self) -> None: ...

@@ -1,0 +1,160 @@
+"""A run's folder: where each of its files is, and who may use it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import RunFolderError
+
+_STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl")
+
+
+class RunFolder:
+    """The paths of a run's files. Making one touches nothing."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.config = self.path / "config.toml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.events = self.path / "events.jsonl"
+        self.ledger = self.path / "ledger.sqlite"
+        self.episodes = self.path / "episodes"
+        self.checkpoints = self.path / "checkpoints"
+        self.versions = self.path / "versions"
+        """Weights kept for `headrace audit --recompute`."""
+        self.tensorboard = self.path / "tensorboard"
+        self.report = self.path / "report.png"
+        self.summary = self.path / "summary.json"
+        self._lock: int | None = None
+
+    # ── Finding, making, holding ─────────────────────────────────────────────────────────────────────────
+
+    def exists(self) -> bool:
+        """Whether a run has been here."""
+        return self.config.is_file()
+
+    def occupied(self) -> bool:
+        """Whether there is anything here that a new run would mix with."""
+        return self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir()))
+
+    def require(self) -> RunFolder:
+        """Itself, if a run has been here."""
+        if not self.path.is_dir():
+            raise RunFolderError("a run's folder exists", str(self.path), _known_runs(self.path.parent))
+        if not self.exists():
+            raise RunFolderError(
+                "a run's folder holds a config.toml",
+                str(self.path),
+                _known_runs(self.path) or "give a run's own folder",
+            )
+        return self
+
+    def make(self, *, overwrite: bool = False) -> None:
+        """A new, empty folder. Removes what is there only when told to, and only a run's folder."""
+        if self.occupied():
+            if not overwrite:
+                raise RunFolderError(
+                    "a new run begins in a folder of its own",
+                    str(self.path),
+                    "continue that run with --resume, replace it with --overwrite, or name another with --run DIR",
+                )
+            if not self.exists():
+                raise RunFolderError(
+                    "only a run's folder is overwritten, and this one holds no config.toml",
+                    str(self.path),
+                    "remove it yourself or choose another with --run DIR",
+                )
+            self.hold()
+            self.release()
+            shutil.rmtree(self.path)
+        self.path.mkdir(parents=True, exist_ok=True)
+
+    def hold(self) -> None:
+        """Keep other processes out until `release` or the end of this process."""
+        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(lock, 32).decode() or "another process"
+            os.close(lock)
+            raise RunFolderError(
+                "a run's folder is used by one process at a time",
+                str(self.path),
+                f"wait for process {holder} to end, or choose another folder with --run DIR",
+            ) from None
+        os.truncate(lock, 0)
+        os.write(lock, str(os.getpid()).encode())
+        self._lock = lock
+
+    def release(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # ── Reading ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def step_file(self, step: int) -> Path:
+        return self.episodes / f"step-{step:06d}.jsonl"
+
+    def step_files(self) -> list[tuple[int, Path]]:
+        """The recorded steps and their files, in order."""
+        found = [(_STEP_FILE.fullmatch(file.name), file) for file in self.episodes.glob("step-*.jsonl")]
+        return sorted((int(match[1]), file) for match, file in found if match)
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        return list(read_lines(self.metrics))
+
+    def read_events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        return [event for event in read_lines(self.events) if kind is None or event.get("kind") == kind]
+
+    # ── Resuming ─────────────────────────────────────────────────────────────────────────────────────────
+
+    def rewind(self, step: int) -> dict[str, int]:
+        """Set aside what was written about steps after `step`, which a restored checkpoint has orphaned.
+
+        Their metrics go to metrics.orphaned.jsonl, their episodes to episodes/orphaned-N. Says how many.
+        """
+        lines = self.read_metrics()
+        orphaned = [line for line in lines if line["step"] > step]
+        if orphaned:
+            with (self.path / "metrics.orphaned.jsonl").open("a", encoding="utf-8") as aside:
+                aside.writelines(json.dumps(line) + "\n" for line in orphaned)
+            kept = "".join(json.dumps(line) + "\n" for line in lines if line["step"] <= step)
+            partial = self.metrics.with_suffix(".partial")
+            partial.write_text(kept, encoding="utf-8")
+            os.replace(partial, self.metrics)
+        files = [file for number, file in self.step_files() if number > step]
+        if files:
+            aside_folder = self.episodes / f"orphaned-{len(list(self.episodes.glob('orphaned-*'))) + 1}"
+            aside_folder.mkdir()
+            for file in files:
+                file.rename(aside_folder / file.name)
+        return {"metrics": len(orphaned), "episode_files": len(files)}
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines. A last line that a crash cut short is left out."""
+    if not file.is_file():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise RunFolderError(
+                    f"{file}, line {number} is one JSON object", str(error), "the file is damaged: restore it"
+                ) from error
+
+
+def _known_runs(folder: Path) -> str:
+    runs = sorted(file.parent.name for file in folder.glob("*/config.toml")) if folder.is_dir() else []
+    return f"runs in {folder}: {', '.join(runs[:12])}" if runs else ""

@@ -1,0 +1,96 @@
+"""What the trainer needs from a model, whoever defines it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from headrace.errors import ConfigError
+from headrace.training.config import TrainingConfig
+from headrace.training.packing import Packed
+
+_COMPANIONS = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+    "*.model",
+)
+
+
+class Backend(Protocol):
+    """A causal language model with float32 parameters. Forward and backward run in the dtype it was built with:
+    each pass casts the parameters, as the engine that serves them does, and gradients arrive in float32."""
+
+    vocab_size: int
+    device: torch.device
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        """The live parameters under their Hugging Face names; a tied head is not among them."""
+        ...
+
+    def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probs, entropies) of the n trained tokens in float32, under each one's temperature and support.
+
+        Sequences do not see each other. Differentiable in the parameters.
+        """
+        ...
+
+    def save_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder: configuration, weights and, where there is one, the tokenizer."""
+        ...
+
+
+def open_backend(model_folder: str | Path, config: TrainingConfig) -> Backend:
+    """The back end the configuration names, with the folder's weights."""
+    device = resolve_device(config.device)
+    dtype = getattr(torch, config.dtype)
+    if config.backend == "native":
+        from headrace.training.backends.native import NativeBackend
+
+        return NativeBackend(model_folder, dtype=dtype, device=device)
+    from headrace.training.backends.transformers import TransformersBackend
+
+    return TransformersBackend(model_folder, dtype=dtype, device=device)
+
+
+def resolve_device(name: str) -> torch.device:
+    available = torch.cuda.is_available()
+    if name == "cuda" and not available:
+        raise ConfigError(
+            'training.device = "cuda" needs a CUDA device that torch can use', name, 'use "cpu" or "auto"'
+        )
+    return torch.device("cuda" if available and name != "cpu" else "cpu")
+
+
+def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """The array as a tensor on `device`; on the CPU it shares the array's memory."""
+    return torch.from_numpy(array).to(device)
+
+
+def distribution(
+    packed: Packed, device: torch.device
+) -> tuple[float | torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+    """(temperature, support) as `token_logprobs` wants them: one number where all temperatures are equal."""
+    first = float(packed.temperatures_n[0])
+    uniform = bool((packed.temperatures_n == first).all())
+    temperature = first if uniform else to_device(packed.temperatures_n, device)
+    if packed.support is None:
+        return temperature, None
+    ids, offsets = packed.support
+    return temperature, (to_device(ids, device), to_device(offsets, device))
+
+
+def copy_companions(source: str | Path, target: str | Path) -> None:
+    """Copy the tokenizer's files and the generation settings beside saved weights."""
+    for pattern in _COMPANIONS:
+        for file in Path(source).glob(pattern):
+            if file.is_file():
+                shutil.copyfile(file, Path(target) / file.name)

@@ -1,0 +1,66 @@
+"""Headrace's own model definitions, the same that the native engine serves.
+
+Shape letters: t packed tokens, u those that go through the model, d hidden size, n trained tokens.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch.func import functional_call
+
+from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
+from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.backends.shared_prefix import MIN_SAVING, SharedPrefixContext, prefix_tree
+from headrace.training.packing import Packed
+
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+class NativeBackend:
+    """Trains the families of `headrace.models` (Llama, Qwen2, Qwen3)."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        ops: Ops | None = None,
+    ):
+        self.device = torch.device(device)
+        self._folder = Path(folder)
+        self._dtype = dtype
+        self._model = load_model(folder, dtype=torch.float32, device=self.device, ops=ops)
+        self._parameters = dict(self._model.named_parameters())
+        self.vocab_size = self._model.config.vocab_size
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._parameters
+
+    def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        context: AttentionContext = PackedContext(packed.lengths_s.tolist(), self.device)
+        tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
+        tree = prefix_tree(packed.tokens_t, packed.lengths_s)
+        if tree.saving >= MIN_SAVING:
+            assert isinstance(context, PackedContext)
+            nodes_t, chosen_u = to_device(tree.nodes_t, self.device), to_device(tree.tokens_u, self.device)
+            context = SharedPrefixContext(context, nodes_t, chosen_u)
+            tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
+            sources_n = tree.nodes_t[sources_n]
+        inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)
+        if self._dtype == torch.float32:
+            hidden_ud, head = self._model(*inputs), self._model.head_weight
+        else:
+            cast = {name: p.to(self._dtype) for name, p in self._parameters.items()}
+            hidden_ud = functional_call(self._model, cast, inputs)
+            head = cast.get(_HEAD, cast[_EMBEDDING])
+        hidden_nd = hidden_ud.index_select(0, to_device(sources_n, self.device))
+        temperature, support = distribution(packed, self.device)
+        targets_n = to_device(packed.targets_n, self.device)
+        return self._model.ops.token_logprobs(hidden_nd, head, targets_n, temperature, support=support)
+
+    def save_hf(self, folder: str | Path) -> None:
+        save_model(self._model, self._model.config, folder)
+        copy_companions(self._folder, folder)

@@ -1,0 +1,229 @@
+"""Any causal language model of `transformers`.
+
+Two layouts give the same numbers, and the cheaper one is taken for each micro-batch:
+
+    packed   [1, T]: sequences end to end; positions that restart tell the model where one begins. Attention is
+             computed over all pairs and masked. Only for models that were seen to keep sequences apart.
+    rows     [B, L] a few times: sequences of similar length, padded at the end, where causality hides it.
+
+Shape letters: t input tokens, d hidden size, v vocabulary, n trained tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.func import functional_call
+
+from headrace.errors import ModelFolderError
+from headrace.models import token_logprobs
+from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.packing import Packed
+
+# Shortest sequence, as a share of the longest, that joins its rows.
+_SIMILAR = 0.75
+
+
+class _Pass(NamedTuple):
+    """One call of the model."""
+
+    tokens: np.ndarray
+    positions: np.ndarray
+    sources: np.ndarray
+    """Places, in the flattened tokens, whose outputs are wanted."""
+    trained: np.ndarray
+    """Which of the n trained tokens they predict."""
+
+
+class TransformersBackend:
+    """Trains what `AutoModelForCausalLM` loads. Dropout is off: a token's log-prob must be reproducible."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        from transformers import AutoModelForCausalLM
+
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=torch.float32, local_files_only=True
+            )
+        except (OSError, ValueError, KeyError) as error:
+            raise ModelFolderError(
+                "a model folder must be one that transformers can load", str(folder), str(error)
+            ) from error
+        self.device = torch.device(device)
+        self._folder = Path(folder)
+        self._dtype = dtype
+        self._model = model.to(self.device).eval()
+        self._parameters = dict(self._model.named_parameters())
+        self._head: torch.nn.Module = self._model.get_output_embeddings()
+        self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
+        text = self._model.config.get_text_config()
+        self.vocab_size = int(text.vocab_size)
+        self._flops_per_token = 2 * sum(p.numel() for p in self._parameters.values())
+        self._flops_per_pair = 4 * text.hidden_size * text.num_hidden_layers
+        self.keeps_sequences_apart = self._takes_positions and self._seen_to_keep_apart()
+        self._head_is_plain = self._seen_to_have_plain_head()
+
+    def parameters(self) -> dict[str, torch.nn.Parameter]:
+        return self._parameters
+
+    def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        passes = self._plan(packed)
+        order = np.concatenate([one.trained for one in passes])
+        back = to_device(np.argsort(order), self.device)
+        temperature, support = distribution(packed, self.device)
+        targets_n = to_device(packed.targets_n, self.device)
+        weights = self._weights()
+        if self._head_is_plain:
+            hidden_nd = torch.cat([self._hidden(one, weights) for one in passes]).index_select(0, back)
+            head = self._head_weight(weights)
+            return token_logprobs(hidden_nd, head, targets_n, temperature, support)
+        logits_nv = torch.cat([self._logits(one, weights) for one in passes]).index_select(0, back)
+        return _logprobs_of_logits(logits_nv.float(), targets_n, temperature, support)
+
+    def save_hf(self, folder: str | Path) -> None:
+        self._model.save_pretrained(str(folder))
+        copy_companions(self._folder, folder)
+
+    # ── Layouts ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _plan(self, packed: Packed) -> list[_Pass]:
+        rows = list(_rows(packed))
+        if not self.keeps_sequences_apart:
+            return rows
+        together = len(packed.tokens_t)
+        rows_cost = sum(self._cost(one.tokens.size, one.tokens.size * one.tokens.shape[1]) for one in rows)
+        return [_end_to_end(packed)] if self._cost(together, together**2) <= rows_cost else rows
+
+    def _cost(self, tokens: int, pairs: int) -> int:
+        return tokens * self._flops_per_token + pairs * self._flops_per_pair
+
+    # ── One call of the model ────────────────────────────────────────────────────────────────────────────
+
+    def _weights(self) -> dict[str, torch.Tensor] | None:
+        if self._dtype == torch.float32:
+            return None
+        return {name: p.to(self._dtype) for name, p in self._parameters.items()}
+
+    def _head_weight(self, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        own: torch.Tensor = self._head.weight  # type: ignore[assignment]
+        if weights is None:
+            return own
+        return next(weights[name] for name, p in self._parameters.items() if p is own)
+
+    def _logits(self, one: _Pass, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        """(n, v): whatever the model makes of the chosen hidden states, scaling and soft caps included."""
+        sources = to_device(one.sources, self.device)
+        choose = lambda module, args: (args[0].flatten(0, 1).index_select(0, sources)[None], *args[1:])  # noqa: E731
+        return self._call(one, weights, choose)[0]
+
+    def _hidden(self, one: _Pass, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+        """(n, d): what goes into the head, whose own product is spared."""
+        sources = to_device(one.sources, self.device)
+        caught: list[torch.Tensor] = []
+
+        def catch(module: torch.nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            caught.append(args[0].flatten(0, 1).index_select(0, sources))
+            return (args[0][:1, :1], *args[1:])
+
+        self._call(one, weights, catch)
+        return caught[0]
+
+    def _call(self, one: _Pass, weights: dict[str, torch.Tensor] | None, before_head: Any) -> torch.Tensor:
+        inputs: dict[str, Any] = {"input_ids": to_device(one.tokens, self.device), "use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = to_device(one.positions, self.device)
+        hook = self._head.register_forward_pre_hook(before_head)
+        try:
+            output = functional_call(self._model, weights, (), inputs) if weights else self._model(**inputs)
+        finally:
+            hook.remove()
+        logits: torch.Tensor = output.logits
+        return logits
+
+    # ── What the model was seen to do ────────────────────────────────────────────────────────────────────
+
+    @torch.no_grad()
+    def _seen_to_keep_apart(self) -> bool:
+        """Whether a packed second sequence gives bitwise the same whatever the first one is, and what it gives
+        alone within rounding."""
+        first, other, second = (np.random.default_rng(i).integers(0, self.vocab_size, 6) for i in range(3))
+        alone = self._logits(_probe(second), None)
+        beside = [self._logits(_probe(neighbour, second), None)[-len(second) :] for neighbour in (first, other)]
+        scale = float(alone.abs().max())
+        return torch.equal(*beside) and float((beside[0] - alone).abs().max()) <= 1e-4 * scale
+
+    @torch.no_grad()
+    def _seen_to_have_plain_head(self) -> bool:
+        """Whether the logits are the hidden states times the head's weight and nothing else."""
+        weight = getattr(self._head, "weight", None)
+        if weight is None or all(p is not weight for p in self._parameters.values()):
+            return False
+        probe = _probe(np.random.default_rng(3).integers(0, self.vocab_size, 6))
+        product = torch.nn.functional.linear(self._hidden(probe, None), weight)
+        logits = self._logits(probe, None)
+        return logits.shape == product.shape and torch.allclose(logits, product, rtol=1e-5, atol=1e-6)
+
+
+def _probe(*sequences: np.ndarray) -> _Pass:
+    tokens = np.concatenate(sequences)[None]
+    positions = np.concatenate([np.arange(len(sequence)) for sequence in sequences])[None]
+    return _Pass(tokens, positions, np.arange(tokens.size), np.arange(tokens.size))
+
+
+def _end_to_end(packed: Packed) -> _Pass:
+    everything = np.arange(len(packed.targets_n))
+    return _Pass(packed.tokens_t[None], packed.positions_t[None], packed.sources_n, everything)
+
+
+def _rows(packed: Packed) -> Iterator[_Pass]:
+    """Sequences of similar length together, longest first."""
+    lengths = packed.lengths_s
+    starts = np.cumsum(lengths) - lengths
+    sequence_of_n = np.repeat(np.arange(len(lengths)), packed.trained_s)
+    place_of_n = packed.positions_t[packed.sources_n]
+    remaining = np.argsort(-lengths, kind="stable")
+    while len(remaining):
+        longest = int(lengths[remaining[0]])
+        count = int((lengths[remaining] >= _SIMILAR * longest).sum())
+        members, remaining = remaining[:count], remaining[count:]
+        offsets = np.minimum(np.arange(longest), lengths[members, None] - 1)
+        row_of = np.full(len(lengths), -1)
+        row_of[members] = np.arange(count)
+        trained = np.flatnonzero(row_of[sequence_of_n] >= 0)
+        yield _Pass(
+            tokens=packed.tokens_t[starts[members, None] + offsets],
+            positions=np.broadcast_to(np.arange(longest), (count, longest)).copy(),
+            sources=row_of[sequence_of_n[trained]] * longest + place_of_n[trained],
+            trained=trained,
+        )
+
+
+def _logprobs_of_logits(
+    logits_nv: torch.Tensor,
+    targets_n: torch.Tensor,
+    temperature: float | torch.Tensor,
+    support: tuple[torch.Tensor, torch.Tensor] | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
+    logits_nv = logits_nv / scale
+    if support is not None:
+        ids, offsets = support
+        counts = offsets.diff()
+        outside = (counts > 0)[:, None].expand_as(logits_nv).contiguous()
+        rows = torch.arange(len(counts), device=ids.device).repeat_interleave(counts, output_size=len(ids))
+        outside[rows, ids.long()] = False
+        logits_nv = logits_nv.masked_fill(outside, -1e30)
+    logp_nv = torch.log_softmax(logits_nv, -1)
+    entropy_n = -(logp_nv.exp() * logp_nv).sum(-1)
+    return logp_nv.gather(1, targets_n[:, None]).squeeze(1), entropy_n

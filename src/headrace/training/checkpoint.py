@@ -1,0 +1,164 @@
+"""Checkpoints: folders that are whole or absent.
+
+    checkpoints/step-000050/
+        weights.safetensors      the float32 parameters under their Hugging Face names
+        optimizer.safetensors    AdamW's moments and step counts
+        random.json              the states of torch's, NumPy's and Python's generators
+        state.json               format, step, version, the caller's state; size and CRC-32 of each file above
+
+A checkpoint is written under a temporary name, brought to the disk and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from headrace.errors import RunFolderError
+
+FORMAT = 1
+WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.json", "state.json"
+_TEMPORARY, _REPLACED = ".tmp-", ".old-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a trainer needs to go on as if it had never stopped."""
+
+    weights: Mapping[str, torch.Tensor]
+    optimizer: Mapping[str, torch.Tensor]
+    step: int
+    """Training steps done."""
+    version: int
+    state: dict[str, Any]
+    random: dict[str, Any]
+
+
+def save(folder: str | Path, checkpoint: Checkpoint) -> None:
+    """Write the checkpoint. `folder` appears whole or not; one that was there before is replaced."""
+    with whole_folder(folder) as temporary:
+        save_tensors(temporary / WEIGHTS, checkpoint.weights)
+        save_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
+        (temporary / RANDOM).write_text(json.dumps(checkpoint.random))
+        files = {name: _fingerprint(temporary / name) for name in (WEIGHTS, OPTIMIZER, RANDOM)}
+        content = {
+            "format": FORMAT,
+            "step": checkpoint.step,
+            "version": checkpoint.version,
+            "state": checkpoint.state,
+            "files": files,
+        }
+        (temporary / STATE).write_text(json.dumps(content, indent=1))
+
+
+def load(folder: str | Path) -> Checkpoint:
+    """Read a checkpoint, every byte checked. Raises RunFolderError for one that is missing or damaged."""
+    folder = Path(folder)
+    content = _read_state(folder)
+    for name, expected in content["files"].items():
+        file = folder / name
+        if not file.is_file() or _fingerprint(file) != expected:
+            raise _damaged(folder, f"{name} is missing or not what was written")
+    try:
+        return Checkpoint(
+            weights=load_file(folder / WEIGHTS),
+            optimizer=load_file(folder / OPTIMIZER),
+            step=content["step"],
+            version=content["version"],
+            state=content["state"],
+            random=json.loads((folder / RANDOM).read_text()),
+        )
+    except (SafetensorError, ValueError, OSError) as error:
+        raise _damaged(folder, str(error)) from error
+
+
+@contextmanager
+def whole_folder(folder: str | Path) -> Iterator[Path]:
+    """A temporary folder that becomes `folder` when the block ends well, and vanishes when it does not."""
+    folder = Path(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=folder.name + _TEMPORARY, dir=folder.parent))
+    try:
+        temporary.chmod(0o755)
+        yield temporary
+        for path in [*temporary.rglob("*"), temporary]:
+            _to_disk(path)
+        if folder.exists():
+            replaced = Path(tempfile.mkdtemp(prefix=folder.name + _REPLACED, dir=folder.parent))
+            folder.rename(replaced / folder.name)
+            temporary.rename(folder)
+            shutil.rmtree(replaced)
+        else:
+            temporary.rename(folder)
+        _to_disk(folder.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, file)
+
+
+def save_file_whole(file: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """One safetensors file that appears whole or not."""
+    file = Path(file)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    temporary = file.with_name(f"{file.name}{_TEMPORARY}{os.getpid()}")
+    try:
+        save_tensors(temporary, tensors)
+        _to_disk(temporary)
+        temporary.replace(file)
+        _to_disk(file.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    if not folder.is_dir():
+        raise RunFolderError("a checkpoint is a folder", str(folder), "check the path")
+    try:
+        content = json.loads((folder / STATE).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, f"{STATE}: {error}") from error
+    if not isinstance(content, dict) or not {"format", "step", "version", "state", "files"} <= content.keys():
+        raise _damaged(folder, f"{STATE} lacks an entry")
+    if content["format"] > FORMAT:
+        raise RunFolderError(
+            f"this Headrace reads checkpoints up to format {FORMAT}", content["format"], "upgrade Headrace"
+        )
+    return content
+
+
+def _damaged(folder: Path, how: str) -> RunFolderError:
+    return RunFolderError(
+        f"a checkpoint must be complete and undamaged: {how}", str(folder), "resume from an earlier checkpoint"
+    )
+
+
+def _fingerprint(file: Path) -> dict[str, int]:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return {"bytes": file.stat().st_size, "crc32": checksum}
+
+
+def _to_disk(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,74 @@
+"""What the trainer refuses to train on. NumPy only, no torch."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from headrace.errors import LawBroken, RecordError
+from headrace.records import Batch, Episode
+
+
+def check_batch(
+    batch: Batch, *, version: int, max_staleness: int | None, vocab_size: int, policy: str = "policy"
+) -> None:
+    """Raise LawBroken where the batch breaks the staleness bound or its provenance is impossible, and RecordError
+    where a number in it cannot be trained on. Looks at `policy`'s turns; others have versions of their own."""
+    if batch.version != version:
+        raise LawBroken(
+            "staleness",
+            "trainer",
+            f"batch {batch.step} was made for version {batch.version}, the trainer is at {version}",
+        )
+    if not np.isfinite(batch.advantages).all():
+        index = int(np.flatnonzero(~np.isfinite(batch.advantages))[0])
+        episode = list(batch.episodes)[index]
+        raise RecordError(
+            f"an advantage is finite; episode {episode.id!r}'s is not", float(batch.advantages[index])
+        )
+    turns = [
+        (episode, turn)
+        for episode in batch.episodes
+        for turn in episode.turns
+        if turn.policy == policy and len(turn.tokens)
+    ]
+    if not turns:
+        return
+    versions = np.concatenate([turn.versions for _, turn in turns])
+    oldest = int(versions.min())
+    if int(versions.max()) > version:
+        late = next(episode for episode, turn in turns if turn.versions.max() > version)
+        raise LawBroken(
+            "provenance",
+            "trainer",
+            f"episode {late.id!r} has a token of version {versions.max()}, not yet trained at version {version}",
+        )
+    if max_staleness is not None and version - oldest > max_staleness:
+        stale = next(episode for episode, turn in turns if version - turn.versions.min() > max_staleness)
+        raise LawBroken(
+            "staleness",
+            "trainer",
+            f"episode {stale.id!r} has a token of version {oldest}; at version {version} with max_staleness "
+            f"{max_staleness} the oldest allowed is {version - max_staleness}",
+        )
+    if not np.isfinite(np.concatenate([turn.logprobs for _, turn in turns])).all():
+        bad = next(episode for episode, turn in turns if not np.isfinite(turn.logprobs).all())
+        raise _bad_number("log-prob", bad, "look at the engine that sampled it")
+    _check_tokens(batch, vocab_size)
+
+
+def _check_tokens(batch: Batch, vocab_size: int) -> None:
+    """Every policy's turns: the others' are context."""
+    columns = [(e, column) for e in batch.episodes for turn in e.turns for column in (turn.context, turn.tokens)]
+    tokens = np.concatenate([column for _, column in columns])
+    if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
+        bad = next(e for e, column in columns if ((column < 0) | (column >= vocab_size)).any())
+        raise RecordError(
+            f"a token's id is at least 0 and below the vocabulary's size {vocab_size}; in {bad.id!r} one is not",
+            remedy="sample and train with the same model and tokenizer",
+        )
+
+
+def _bad_number(what: str, episode: Episode, remedy: str) -> RecordError:
+    return RecordError(
+        f"a sampled token's {what} is finite; episode {episode.id!r} has one that is not", remedy=remedy
+    )

@@ -1,0 +1,82 @@
+"""Configuration of training. No torch here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from headrace.config.base import Config
+from headrace.errors import ConfigError
+
+
+class GrpoConfig(Config, tag="grpo", tag_field="type"):
+    """Group-relative policy optimisation with clipped importance ratios against the recorded log-probs."""
+
+    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
+    """The ratio is clipped below at 1 − clip_low."""
+    clip_high: Annotated[float, Meta(gt=0)] = 0.2
+    """The ratio is clipped above at 1 + clip_high."""
+    normalise_std: bool = True
+    """Divide a group's centred rewards by their standard deviation."""
+    aggregate: Literal["token", "sequence"] = "token"
+    """`token`: mean over the batch's tokens. `sequence`: mean over sequences of each one's mean."""
+
+
+class OptimizerConfig(Config):
+    """AdamW."""
+
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: Annotated[float, Meta(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
+    """The gradient's norm is clipped to this."""
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps of linear rise from 0 to `learning_rate`."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the rate falls after the rise, over the steps of the run."""
+    final_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    """Fraction of `learning_rate` that linear and cosine schedules end at."""
+
+
+class TrainingConfig(Config):
+    """The trainer."""
+
+    steps: Annotated[int, Meta(ge=1)] = 100
+    """Training steps: batches consumed and versions produced."""
+    groups_per_batch: Annotated[int, Meta(ge=1)] = 32
+    group_size: Annotated[int, Meta(ge=1)] = 8
+    """Episodes per task."""
+    min_group: Annotated[int, Meta(ge=1)] = 2
+    """A group that loses episodes goes on down to this many."""
+    shuffle_rewards: bool = False
+    """A control experiment: permute the rewards among a batch's episodes, so that nothing can be learned."""
+    algorithm: GrpoConfig = GrpoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
+    """Most tokens, prompts included, in one forward-backward pass."""
+    backend: Literal["native", "transformers"] = "native"
+    """Whose definition of the model is trained. `transformers` takes any causal LM of that library."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of forward and backward; the parameters that the optimizer keeps are float32."""
+    threads: Annotated[int, Meta(ge=1)] | None = None
+    """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
+    checkpoint_every: Annotated[int, Meta(ge=1)] = 50
+    """Steps between checkpoints. One is also written at the end and on Ctrl-C."""
+    keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
+
+    def check(self) -> None:
+        if self.min_group > self.group_size:
+            raise ConfigError(
+                "training.min_group is at most training.group_size",
+                f"{self.min_group} > {self.group_size}",
+                "lower training.min_group",
+            )
+        if self.optimizer.warmup_steps > self.steps:
+            raise ConfigError(
+                "training.optimizer.warmup_steps is at most training.steps",
+                f"{self.optimizer.warmup_steps} > {self.steps}",
+                "lower the warm-up",
+            )

@@ -1,0 +1,388 @@
+"""Processes that run users' code: environments and scorers. Nothing a user writes can stall or kill the run.
+
+A `Pool` gives jobs to workers, many at once. A job may ask the controller things while it runs (an environment
+asks for samples). When a worker dies or stops answering, which of its jobs did it is not known, so each of them is
+run again alone: the innocent succeed, the guilty one fails and costs its own episode only.
+
+    Pool.run ──Job──▶ worker ──Done | JobFailed──▶            both ends of the wire are in this file
+                      worker ──Ask──▶ Pool ──Answer──▶ worker
+             ─Cancel─▶ worker ──Cancelled──▶                  no answer within the grace: the worker is killed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import itertools
+import os
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from headrace import records
+from headrace.errors import ComponentDied, EpisodeFailure
+from headrace.ipc import ORPHANED, Channel, Peer, Stop
+from headrace.records import Record, message
+
+_CANCEL_GRACE_S = 1.0
+_THREADS = 32
+
+
+@message
+class Ready(Record):
+    """The worker has loaded the user's code. `body` is what the role wants the controller to know."""
+
+    body: bytes = b""
+
+
+@message
+class Job(Record):
+    id: int
+    body: bytes
+
+
+@message
+class Done(Record):
+    id: int
+    body: bytes
+
+
+@message
+class JobFailed(Record):
+    id: int
+    reason: str
+    detail: str
+
+
+@message
+class Ask(Record):
+    id: int
+    number: int
+    body: bytes
+
+
+@message
+class Answer(Record):
+    number: int
+    body: bytes = b""
+    reason: str = ""
+    """Why there is no body."""
+    detail: str = ""
+
+
+@message
+class Cancel(Record):
+    id: int
+
+
+@message
+class Cancelled(Record):
+    id: int
+    stuck: bool
+    """It runs in a thread that cannot be interrupted."""
+
+
+Spawn = Callable[[str], Awaitable[Peer]]
+"""Start one worker of the given name and connect to it."""
+Respond = Callable[[Any], Awaitable[Any]]
+"""Answers a job's questions."""
+
+
+class _Gone(Exception):
+    """The worker ended with this job among its own. `how` is crash or timeout."""
+
+    def __init__(self, how: str):
+        super().__init__(how)
+        self.how = how
+
+
+class _Worker:
+    def __init__(self, peer: Peer):
+        self.peer = peer
+        self.jobs: dict[int, tuple[asyncio.Future[Any], Respond | None]] = {}
+        self.cancelled: dict[int, asyncio.Future[bool]] = {}
+        self.gone: str | None = None
+        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers: set[asyncio.Task[None]] = set()
+        peer.on_message = self._received
+        peer.died.add_done_callback(self._died)
+
+    async def run(self, job_id: int, body: bytes, respond: Respond | None, timeout_s: float, kind: str) -> Any:
+        if self.gone:
+            raise _Gone(self.gone)
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self.jobs[job_id] = (future, respond)
+        try:
+            self.peer.tell(Job(id=job_id, body=body))
+            async with asyncio.timeout(timeout_s):
+                return await future
+        except TimeoutError:
+            await self._cancel(job_id)
+            raise EpisodeFailure(f"{kind}_timeout", f"no result within {timeout_s:g} s") from None
+        except ComponentDied:
+            raise _Gone(self.gone or "crash") from None
+        except asyncio.CancelledError:
+            if not self.gone and not self.peer.died.done():
+                self.peer.tell(Cancel(id=job_id))
+            raise
+        finally:
+            self.jobs.pop(job_id, None)
+
+    async def end(self, how: str) -> None:
+        self.gone = self.gone or how
+        await self.peer.kill()
+        self._release()
+
+    async def _cancel(self, job_id: int) -> None:
+        """Take a late job back. A worker that does not let go of it is killed."""
+        acknowledged: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.cancelled[job_id] = acknowledged
+        stuck = False
+        try:
+            if self.gone or self.peer.died.done():
+                raise _Gone(self.gone or "crash")
+            self.peer.tell(Cancel(id=job_id))
+            async with asyncio.timeout(_CANCEL_GRACE_S):
+                stuck = await acknowledged
+        except TimeoutError:
+            await self.end("timeout")
+            raise _Gone("timeout") from None
+        finally:
+            self.cancelled.pop(job_id, None)
+        if stuck:
+            self.jobs.pop(job_id, None)
+            await self.end("timeout")
+
+    def _received(self, record: Any) -> None:
+        if isinstance(record, Ready):
+            if not self.ready.done():
+                self.ready.set_result(records.decode(record.body) if record.body else None)
+        elif isinstance(record, Cancelled):
+            future = self.cancelled.get(record.id)
+            if future is not None and not future.done():
+                future.set_result(record.stuck)
+        elif isinstance(record, Ask):
+            job = self.jobs.get(record.id)
+            if job is not None and job[1] is not None:
+                task = asyncio.get_running_loop().create_task(self._respond(record, job[1]))
+                self._answers.add(task)
+                task.add_done_callback(self._answers.discard)
+        elif isinstance(record, Done | JobFailed):
+            job = self.jobs.get(record.id)
+            if job is not None and not job[0].done():
+                if isinstance(record, Done):
+                    job[0].set_result(records.decode(record.body))
+                else:
+                    job[0].set_exception(EpisodeFailure(record.reason, record.detail))
+
+    async def _respond(self, ask: Ask, respond: Respond) -> None:
+        try:
+            body = records.encode(await respond(records.decode(ask.body)))
+            answer = Answer(number=ask.number, body=bytes(body))
+        except EpisodeFailure as failure:
+            answer = Answer(number=ask.number, reason=failure.reason, detail=failure.detail)
+        except ComponentDied as died:
+            answer = Answer(number=ask.number, reason="engine_died", detail=str(died))
+        if not self.gone and not self.peer.died.done():
+            self.peer.tell(answer)
+
+    def _died(self, future: asyncio.Future[Any]) -> None:
+        self.gone = self.gone or "crash"
+        if not self.ready.done() and not future.cancelled():
+            self.ready.set_exception(future.result())
+        self._release()
+
+    def _release(self) -> None:
+        for future, _ in self.jobs.values():
+            if not future.done():
+                future.set_exception(_Gone(self.gone or "crash"))
+
+
+class Pool:
+    """Workers of one kind. `kind` begins the reason of a failure: scorer_crash, environment_timeout, …"""
+
+    def __init__(
+        self, kind: str, spawn: Spawn, *, workers: int, concurrency: int, timeout_s: float, start_s: float
+    ):
+        self._kind = kind
+        self._spawn = spawn
+        self._count = workers
+        self._slots = asyncio.Semaphore(workers * concurrency)
+        self._timeout_s = timeout_s
+        self._start_s = start_s
+        self._workers: list[_Worker] = []
+        self._alone: _Worker | None = None
+        self._quarantine = asyncio.Lock()
+        self._numbers = itertools.count(1)
+        self._names = itertools.count(1)
+        self._repairs: set[asyncio.Task[None]] = set()
+        self._closing = False
+        self.greeting: Any = None
+        """What the first worker's role told the controller when it was ready."""
+        self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """Set when a worker cannot be replaced: the run cannot go on."""
+
+    async def start(self) -> None:
+        self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._count))))
+
+    async def run(self, body: Any, respond: Respond | None = None) -> Any:
+        """The job's result. Raises EpisodeFailure when the user's code fails, hangs or kills its process."""
+        data = bytes(records.encode(body))
+        async with self._slots:
+            worker = await self._least_loaded()
+            try:
+                return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
+            except _Gone:
+                self._repair(worker)
+        async with self._quarantine:
+            if self._alone is None or self._alone.gone:
+                self._alone = await self._new()
+            try:
+                return await self._alone.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
+            except _Gone as gone:
+                raise EpisodeFailure(f"{self._kind}_{gone.how}", f"the {self._kind}'s process ended") from None
+
+    async def close(self, seconds: float) -> None:
+        self._closing = True
+        for task in self._repairs:
+            task.cancel()
+        workers = [w for w in (*self._workers, self._alone) if w is not None and not w.gone]
+        await asyncio.gather(*(w.peer.close(seconds) for w in workers))
+
+    async def _new(self) -> _Worker:
+        worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"))
+        async with asyncio.timeout(self._start_s):
+            greeting = await worker.ready
+        self.greeting = self.greeting or greeting
+        return worker
+
+    async def _least_loaded(self) -> _Worker:
+        while True:
+            alive = [w for w in self._workers if not w.gone]
+            if alive:
+                return min(alive, key=lambda w: len(w.jobs))
+            if self.failed.done():
+                raise self.failed.result()
+            for worker in self._workers:
+                self._repair(worker)
+            await asyncio.sleep(0.01)
+
+    def _repair(self, worker: _Worker) -> None:
+        """Replace a worker that has gone, once, beside whatever else happens."""
+        if worker in self._workers and not self._closing:
+            self._workers.remove(worker)
+            task = asyncio.get_running_loop().create_task(self._replace())
+            self._repairs.add(task)
+            task.add_done_callback(self._repairs.discard)
+
+    async def _replace(self) -> None:
+        try:
+            self._workers.append(await self._new())
+        except Exception as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+
+
+# ── The worker's side ────────────────────────────────────────────────────────────────────────────────────
+
+AskController = Callable[[Any], Awaitable[Any]]
+Handler = Callable[[Any, AskController], Awaitable[Any]]
+"""Does one job: gets its record and a way to ask, returns the result's record."""
+
+
+current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job")
+_in_threads: set[int] = set()
+
+
+async def call_user(function: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's function: a coroutine function here, any other in a thread, so that it may block."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args)
+    job = current_job.get()
+    _in_threads.add(job)
+    try:
+        return await asyncio.to_thread(function, *args)
+    finally:
+        _in_threads.discard(job)
+
+
+def serve(sock: socket.socket, handler: Handler, *, kind: str, greeting: Any = None) -> None:
+    """A worker's main loop. Ends its process when told to stop or when the controller has gone."""
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
+        await _Server(handler, kind).serve(sock, greeting)
+
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    asyncio.run(main())
+
+
+def _exit_with_parent(parent: int) -> None:
+    """A user's function that holds the event loop must not outlive the controller."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(ORPHANED)
+
+
+class _Server:
+    def __init__(self, handler: Handler, kind: str):
+        self._handler = handler
+        self._kind = kind
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._numbers = itertools.count(1)
+        self._done = asyncio.Event()
+        self._channel: Channel | None = None
+
+    async def serve(self, sock: socket.socket, greeting: Any) -> None:
+        channel = await Channel.open(sock, self._received, lambda exc: os._exit(ORPHANED))
+        self._channel = channel
+        channel.send(Ready(body=bytes(records.encode(greeting)) if greeting is not None else b""))
+        await self._done.wait()
+
+    def _send(self, record: Any) -> None:
+        assert self._channel is not None
+        self._channel.send(record)
+
+    def _received(self, record: Any) -> None:
+        if isinstance(record, Job):
+            self._tasks[record.id] = asyncio.get_running_loop().create_task(self._run(record))
+        elif isinstance(record, Answer):
+            future = self._asked.pop(record.number, None)
+            if future is not None and not future.done():
+                if record.reason:
+                    future.set_exception(EpisodeFailure(record.reason, record.detail))
+                else:
+                    future.set_result(records.decode(record.body))
+        elif isinstance(record, Cancel):
+            task = self._tasks.pop(record.id, None)
+            if task is not None:
+                task.cancel()
+            self._send(Cancelled(id=record.id, stuck=record.id in _in_threads))
+        elif isinstance(record, Stop):
+            os._exit(0)
+
+    async def _run(self, job: Job) -> None:
+        current_job.set(job.id)
+
+        async def ask(body: Any) -> Any:
+            number = next(self._numbers)
+            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+            self._asked[number] = future
+            self._send(Ask(id=job.id, number=number, body=bytes(records.encode(body))))
+            return await future
+
+        try:
+            result = await self._handler(records.decode(job.body), ask)
+            self._send(Done(id=job.id, body=bytes(records.encode(result))))
+        except EpisodeFailure as failure:
+            self._send(JobFailed(id=job.id, reason=failure.reason, detail=failure.detail))
+        except Exception as error:
+            detail = f"{type(error).__name__}: {error}"
+            self._send(JobFailed(id=job.id, reason=f"{self._kind}_error", detail=detail))
+        finally:
+            self._tasks.pop(job.id, None)

@@ -1,0 +1,94 @@
+"""Bad input exits with 2 in under two seconds, with one clear message and no traceback."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CASES = {
+    "unknown key": (["--set", "buffer.dept=3"], ["'buffer.dept'", "did you mean buffer.depth?"]),
+    "out of range": (["--set", "buffer.depth=-3"], ["buffer.depth is an integer >= 1", "-3"]),
+    "wrong type": (["--set", "training.steps=many"], ["training.steps is an integer >= 1", "'many'"]),
+    "unknown variant": (["--set", "tasks.type=csv"], ['tasks.type is one of "jsonl", "reasoning_gym", "python"']),
+    "model missing": (["--set", "model.path=nowhere"], ["model.path", "'nowhere'"]),
+    "tasks missing": (["--set", "tasks.path=nowhere.jsonl"], ["tasks.path", "does not exist", "nowhere.jsonl"]),
+    "environment missing": (["--set", "environment.source=e.py:E"], ["environment.source", "e.py"]),
+    "scorer misspelt": (
+        ["--set", "scorer.source=headrace.scoring.rules:ExactMatsch"],
+        ["scorer.source", "did you mean 'ExactMatch'?"],
+    ),
+    "scorer broken": (["--set", "scorer.source=broken.py:f"], ["broken.py can be imported", "division by zero"]),
+    "nothing to resume": (["--resume"], ["--resume continues a run that has begun", "runs/run"]),
+    "resume and overwrite": (["--resume", "--overwrite"], ["resumed or overwritten, not both"]),
+}
+
+
+def call(project: Path, *arguments: str, **environment: str) -> tuple[int, str, str, float]:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-m", "headrace.cli.main", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=project.parent,
+        env=os.environ | environment,
+        timeout=60,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    # Processor time: other work on this machine does not count.
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return done.returncode, done.stdout, done.stderr, seconds
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_bad_train_command_is_refused_quickly_and_clearly(project: Path, case: str) -> None:
+    (project.parent / "broken.py").write_text("x = 1 / 0\n")
+    arguments, words = CASES[case]
+    code, out, err, seconds = call(project, "train", "run.toml", "--json", *arguments)
+    assert code == 2, err
+    assert out == ""
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) <= 2
+    for word in words:
+        assert word in err
+    assert "Traceback" not in err
+    assert seconds < 2
+    assert not (project.parent / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "word"), [("steps = = 3\n", "line 1"), ("", "model is required"), (None, "does not exist")]
+)
+def test_a_bad_file_is_refused(project: Path, content: str | None, word: str) -> None:
+    project.unlink()
+    if content is not None:
+        project.write_text(content)
+    code, _, err, seconds = call(project, "train", "run.toml")
+    assert code == 2
+    assert word in err
+    assert seconds < 2
+
+
+@pytest.mark.parametrize("command", ["audit", "show"])
+def test_a_folder_that_holds_no_run_is_refused(project: Path, command: str) -> None:
+    code, out, err, seconds = call(project, command, "model", "--json")
+    assert (code, out) == (2, "")
+    assert "a run's folder holds a config.toml" in err
+    assert seconds < 2
+
+
+def test_an_unknown_benchmark_is_refused_with_those_known(project: Path) -> None:
+    code, _, err, _ = call(project, "bench", "speed")
+    assert code == 2
+    assert "known: loop" in err
+
+
+def test_the_traceback_is_there_for_who_asks(project: Path) -> None:
+    code, _, err, _ = call(project, "train", "run.toml", "--set", "buffer.depth=-3", HEADRACE_DEBUG="1")
+    assert code == 1
+    assert "Traceback" in err
+    assert "buffer.depth is an integer >= 1" in err

@@ -1,0 +1,244 @@
+"""audit, show, doctor and bench say what they found, to people and to programs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from batch_builders import make_turn
+from cli_answer import Answer
+from folder_builders import LETTERS
+
+from headrace.audit.laws import Violation
+from headrace.config.dump import dump_config
+from headrace.config.load import read_config
+from headrace.records import Batch, Episode, Group, Task
+from headrace.telemetry.writer import FolderTelemetry
+
+Headrace = Callable[..., Answer]
+
+
+def ids(text: str) -> np.ndarray:
+    return np.array([LETTERS.index(letter) for letter in text], np.int32)
+
+
+def episode(name: str, text: str, versions: list[int], reward: float, seconds: float) -> Episode:
+    turn = make_turn(
+        0,
+        tokens=ids(text),
+        logprobs=np.zeros(len(text), np.float32),
+        versions=np.array(versions, np.int32),
+        context=ids("1+1="),
+    )
+    task = Task(id="t", prompt="1+1=", answer="2")
+    return Episode(id=name, task=task, turns=(turn,), reward=reward, started=1.0, finished=1.0 + seconds)
+
+
+@pytest.fixture
+def run(project: Path) -> Path:
+    """A run of two steps and three episodes."""
+    folder = project.parent / "runs" / "run"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(read_config(project)))
+    telemetry = FolderTelemetry(folder, decode=lambda tokens: "".join(LETTERS[token] for token in tokens))
+    batches = [
+        [episode("right", "2", [4], 1.0, 0.5), episode("wrong", "three", [2, 2, 3, 3, 3], 0.0, 2.0)],
+        [episode("half", "almost 2", [5] * 8, 0.5, 1.0)],
+    ]
+    for step, episodes in enumerate(batches):
+        group = Group(id=f"group-{step}", sequence=step, task=episodes[0].task, episodes=tuple(episodes))
+        advantages = np.array([one.reward - 0.5 for one in episodes], np.float32)
+        telemetry.batch(Batch(step=step + 1, version=5, groups=(group,), advantages=advantages), produced=6)
+    asyncio.run(telemetry.close())
+    return folder
+
+
+# ── show ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ([], ["right", "wrong", "half"]),
+        (["-n", "1"], ["half"]),
+        (["--best", "-n", "2"], ["right", "half"]),
+        (["--worst", "-n", "1"], ["wrong"]),
+        (["--slowest"], ["wrong", "half", "right"]),
+        (["--stalest", "-n", "2"], ["wrong", "right"]),
+        (["--step", "2"], ["half"]),
+        (["--group", "group-0", "--worst"], ["wrong", "right"]),
+    ],
+)
+def test_show_chooses_and_orders_episodes(
+    run: Path, headrace: Headrace, options: list[str], names: list[str]
+) -> None:
+    answer = headrace("show", run, "--json", *options)
+    assert answer.code == 0, answer.err
+    assert [one["id"] for one in json.loads(answer.out)["episodes"]] == names
+
+
+def test_show_as_json_has_the_facts_of_an_episode(run: Path, headrace: Headrace) -> None:
+    [one] = json.loads(headrace("show", run, "--stalest", "-n", "1", "--json").out)["episodes"]
+    assert one == {
+        "id": "wrong",
+        "group": "group-0",
+        "step": 1,
+        "task": "t",
+        "prompt": "1+1=",
+        "answer": "2",
+        "text": "three",
+        "reward": 0.0,
+        "advantage": -0.5,
+        "trained_version": 5,
+        "versions": [2, 3],
+        "lag": 3,
+        "stop": ["stop"],
+        "tokens": 5,
+        "turns": 1,
+        "seconds": 2.0,
+    }
+
+
+def test_show_prints_prompt_completion_reward_versions_and_lag(run: Path, headrace: Headrace) -> None:
+    out = headrace("show", run, "--worst", "-n", "1").out
+    for words in ("1+1=", "three", "reward 0", "advantage -0.500", "5 tokens, stop", "lag 3", "versions 2, 3"):
+        assert words in out
+
+
+def test_show_colours_tokens_by_the_version_that_wrote_them(run: Path) -> None:
+    from headrace.cli.show import _completion
+    from headrace.telemetry.episodes import read_episodes
+
+    stored = next(one for one in read_episodes(run) if one.episode.id == "wrong")
+    text = _completion(
+        stored, 0, stored.episode.turns[0], [2, 3], lambda tokens: "".join(LETTERS[token] for token in tokens)
+    )
+    assert text.plain == "three"
+    assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 2, "green"), (2, 5, "yellow")]
+
+
+def test_show_still_reads_a_run_whose_model_is_gone(run: Path, headrace: Headrace) -> None:
+    (run.parents[1] / "model" / "tokenizer.json").unlink()
+    assert "almost 2" in headrace("show", run, "-n", "1").out
+
+
+def test_show_says_what_there_is_when_nothing_matches(run: Path, headrace: Headrace) -> None:
+    answer = headrace("show", run, "--step", "9")
+    assert answer.code == 2
+    assert "steps 1 to 2 are recorded" in answer.err
+    assert "group-1" in headrace("show", run, "--group", "no").err
+
+
+# ── audit ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def fake_audit(monkeypatch: pytest.MonkeyPatch, violations: list[dict[str, str]]) -> list[tuple[Path, int]]:
+    calls: list[tuple[Path, int]] = []
+
+    def run_audit(folder: Path, recompute: int) -> Any:
+        calls.append((folder, recompute))
+        return SimpleNamespace(
+            ok=not violations,
+            ledger={"admitted": 3, "trained": 3, "in_flight": 0, "dropped": {}},
+            violations=[Violation(**violation) for violation in violations],
+            recomputed={"episodes": recompute, "tokens": 14, "max_abs_diff": 2e-6, "mean_abs_diff": 1e-7},
+        )
+
+    monkeypatch.setattr("headrace.audit.run_audit", run_audit, raising=False)
+    return calls
+
+
+def test_a_clean_audit_exits_with_0(run: Path, headrace: Headrace, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_audit(monkeypatch, [])
+    answer = headrace("audit", run, "--recompute", "2")
+    assert answer.code == 0
+    assert calls == [(run, 2)]
+    assert "all hold" in answer.out
+    assert "14 tokens of 2 episodes recomputed: differ by 1e-07 on average, 2e-06 at most" in answer.out
+
+
+def test_a_failed_audit_exits_with_1_and_lists_the_violations(
+    run: Path, headrace: Headrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    violation = {"law": "staleness", "where": "step 3", "what": "token of version 1 trained at 9"}
+    fake_audit(monkeypatch, [violation])
+    answer = headrace("audit", run, "--json")
+    assert answer.code == 1
+    assert json.loads(answer.out)["ok"] is False
+    assert json.loads(answer.out)["violations"] == [violation]
+    assert "token of version 1 trained at 9" in headrace("audit", run).out
+
+
+# ── doctor ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_doctor_examines_the_machine(headrace: Headrace) -> None:
+    answer = headrace("doctor", "--json")
+    assert answer.code == 0
+    found = msgspec.json.decode(answer.out)
+    import torch
+
+    assert found["versions"]["python"] == sys.version.split()[0]
+    assert found["versions"]["torch"] == torch.__version__
+    assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
+    assert found["cpu_cores"] >= 1
+    assert 0 < found["memory_gib"]["available"] <= found["memory_gib"]["total"]
+    assert found["extras"]["reasoning-gym"]["install"] == "pip install 'headrace[reasoning-gym]'"
+    assert any("CPU" in line for line in found["can_run"])
+
+
+def test_the_doctor_names_what_is_missing_and_still_exits_with_0(
+    headrace: Headrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.cli.doctor._installed", lambda package: None)
+    monkeypatch.setattr("headrace.cli.doctor._cuda", lambda: {"devices": [], "problem": "No module named 'torch'"})
+    answer = headrace("doctor")
+    assert answer.code == 0
+    assert "pip install 'headrace[math]'" in answer.out
+    assert "torch does not work here: No module named 'torch'" in answer.out
+
+
+# ── bench ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def fake_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(*, steps: int = 3, buffer: str = "bounded") -> dict[str, Any]:
+        rows = [{"side": "trainer", "idle": 0.125, "steps": steps}]
+        return {
+            "bench": "loop",
+            "hardware": {"cpu": "x"},
+            "commit": "abc",
+            "rows": rows,
+            "figures": {"speedup": 1.5},
+        }
+
+    module = ModuleType("headrace.bench.loop")
+    module.run = run  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "headrace.bench.loop", module)
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_a_benchmark_prints_a_table_or_json(headrace: Headrace) -> None:
+    answer = headrace("bench", "loop", "--json", "--set", "steps=7")
+    assert answer.code == 0, answer.err
+    assert json.loads(answer.out)["rows"] == [{"side": "trainer", "idle": 0.125, "steps": 7}]
+    assert json.loads(answer.out)["figures"] == {"speedup": 1.5}
+    table = headrace("bench", "loop").out
+    for words in ("trainer", "0.125", "speedup", "1.5", "abc"):
+        assert words in table
+
+
+@pytest.mark.usefixtures("fake_bench")
+def test_an_unknown_option_of_a_benchmark_is_refused(headrace: Headrace) -> None:
+    answer = headrace("bench", "loop", "--set", "stepz=7")
+    assert answer.code == 2
+    assert "known: steps, buffer" in answer.err

@@ -1,0 +1,108 @@
+"""What a configuration points at is checked before anything starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from headrace.config.load import load_config
+from headrace.errors import BadReference, ConfigError, InputError, MissingExtra, ModelFolderError
+
+
+def refusal(project: Path, *overrides: str) -> InputError:
+    began = time.thread_time()
+    with pytest.raises(InputError) as caught:
+        load_config(project, overrides)
+    assert time.thread_time() - began < 2
+    return caught.value
+
+
+def test_a_configuration_in_order_is_accepted(project: Path) -> None:
+    assert load_config(project, ["training.steps=3"]).training.steps == 3
+
+
+def test_reading_a_configuration_loads_no_torch(project: Path) -> None:
+    program = (
+        "import sys; from headrace.config.load import load_config\n"
+        f"print(load_config({str(project)!r}).seed, [n for n in ('torch', 'transformers') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "0 []\n", done.stderr
+
+
+def test_a_missing_or_damaged_model_folder_is_refused(project: Path) -> None:
+    missing = refusal(project, "model.path=nowhere")
+    assert isinstance(missing, ModelFolderError)
+    assert missing.rule.startswith("model.path: ")
+    assert missing.value == "nowhere"
+    weights = project.parent / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    assert "truncated" in str(refusal(project))
+
+
+def test_a_model_without_tokenizer_is_refused(project: Path) -> None:
+    (project.parent / "model" / "tokenizer.json").unlink()
+    assert "tokenizer.json" in refusal(project).rule
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "does not exist"),
+        ("", "at least one task"),
+        ("\n\nnot json\n", "line 3: a line is one JSON object"),
+        ('{"question": "1+1"}\n', 'line 1: a task has a "prompt"'),
+        ("[1]\n", 'line 1: a task has a "prompt"'),
+    ],
+)
+def test_a_task_file_that_holds_no_tasks_is_refused(project: Path, content: str | None, words: str) -> None:
+    tasks = project.parent / "tasks.jsonl"
+    tasks.unlink()
+    if content is not None:
+        tasks.write_text(content)
+    error = refusal(project)
+    assert isinstance(error, ConfigError)
+    assert words in str(error)
+
+
+def test_evaluation_tasks_are_checked_too(project: Path) -> None:
+    error = refusal(project, 'evaluation.tasks={type="jsonl", path="held_out.jsonl"}')
+    assert "evaluation.tasks.path" in error.rule
+    assert error.value == "held_out.jsonl"
+
+
+def test_a_reasoning_gym_data_set_is_known_or_refused_with_the_nearest(project: Path) -> None:
+    error = refusal(project, 'tasks={type="reasoning_gym", dataset="chain_sums"}')
+    assert error.rule == "tasks.dataset is a data set of reasoning-gym"
+    assert "'chain_sum'" in (error.remedy or "")
+
+
+def test_a_missing_extra_is_refused_with_its_install_command(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = refusal(project, 'tasks={type="reasoning_gym", dataset="chain_sum"}')
+    assert isinstance(error, MissingExtra)
+    assert "pip install 'headrace[reasoning-gym]'" in str(error)
+
+
+def test_environment_scorer_and_task_references_name_their_key(project: Path) -> None:
+    environment = refusal(project, "environment.source=headrace.rollout.single_turn:SingleTurns")
+    assert isinstance(environment, BadReference)
+    assert environment.rule.startswith("environment.source: ")
+    assert environment.remedy == "did you mean 'SingleTurn'?"
+    scorer = refusal(project, "scorer.source=reward.py:reward")
+    assert scorer.rule.startswith("scorer.source: ")
+    assert str(project.parent / "reward.py") in (scorer.remedy or "")
+    tasks = refusal(project, 'tasks={type="python", source="os:no_such"}')
+    assert tasks.rule.startswith("tasks.source: ")
+
+
+def test_a_reference_to_something_that_cannot_be_called_is_refused(project: Path) -> None:
+    error = refusal(project, "scorer.source=os:sep")
+    assert error.rule == "scorer.source names a class or a function"
+    assert error.remedy == "it leads to str"

@@ -1,0 +1,244 @@
+"""A configuration is refused with its rule, the offending value and a remedy, or read exactly."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+import pytest
+
+from headrace.config.dump import dump_config, dump_toml
+from headrace.config.load import read_config
+from headrace.config.overrides import apply_overrides, parse_override
+from headrace.errors import ConfigError
+from headrace.rollout.config import JsonlTasks, PythonTasks
+
+GOOD = 'model.path = "m"\ntasks = { type = "jsonl", path = "t" }\n'
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(GOOD)
+    return path
+
+
+def refusal(file: Path, *overrides: str) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        read_config(file, overrides)
+    return caught.value
+
+
+def test_a_minimal_file_leaves_every_default_in_place(file: Path) -> None:
+    config = read_config(file)
+    assert config.model.path == "m"
+    assert config.tasks == JsonlTasks(path="t")
+    assert (config.training.steps, config.buffer.type, config.buffer.staleness_bound) == (100, "bounded", 2)
+
+
+@pytest.mark.parametrize(
+    ("override", "value", "remedy"),
+    [
+        ("bufer.depth=40", "bufer", "did you mean buffer?"),
+        ("buffer.dept=40", "buffer.dept", "did you mean buffer.depth?"),
+        ("tasks.extra.deep=1", "tasks.extra", "known in tasks: path, type"),
+        ("tasks.pth=x", "tasks.pth", "did you mean tasks.path?"),
+        ("tasks.dataset=x", "tasks.dataset", 'dataset belongs to tasks.type = "reasoning_gym"'),
+        ("max_staleness=3", "max_staleness", "did you mean buffer.max_staleness?"),
+        ("training.optimizer.epz=1", "training.optimizer.epz", "did you mean training.optimizer.eps?"),
+        ("limits.zork=1", "limits.zork", "known in limits: batch_s, close_s, start_s, step_s"),
+    ],
+)
+def test_an_unknown_key_is_named_in_full_with_the_nearest_known_one(
+    file: Path, override: str, value: str, remedy: str
+) -> None:
+    error = refusal(file, override)
+    assert error.rule == "a configuration has only known keys"
+    assert error.value == value
+    assert remedy in (error.remedy or "")
+    assert f"--set {override}" in (error.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "value"),
+    [
+        ("buffer.depth=-1", "buffer.depth is an integer >= 1", -1),
+        ("buffer.depth=lots", "buffer.depth is an integer >= 1", "lots"),
+        ("buffer.depth=1.5", "buffer.depth is an integer >= 1", 1.5),
+        ("buffer.depth=true", "buffer.depth is an integer >= 1", True),
+        ("training.algorithm.clip_low=1.5", "training.algorithm.clip_low is a number > 0 and < 1", 1.5),
+        ("recording.tensorboard=1", "recording.tensorboard is true or false", 1),
+        ("training.optimizer.betas=[0.9]", "training.optimizer.betas is an array of 2: a number, a number", [0.9]),
+        ('training.optimizer.betas=[0.9,"a"]', "training.optimizer.betas[1] is a number", "a"),
+        ("environment.stop_strings=[1]", "environment.stop_strings[0] is a text", 1),
+        ("environment.options=[1]", "environment.options is a table", [1]),
+        ("buffer=3", "buffer is a table", 3),
+        ("tasks=3", 'tasks is a table of type "jsonl" or "reasoning_gym" or "python"', 3),
+        ("seed=-1", "seed is an integer >= 0 and < 4294967296", -1),
+        ("training.optimizer.eps=inf", "training.optimizer.eps is a finite number", float("inf")),
+        ("name=../x", "name is that of one folder", "../x"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_what_the_key_accepts(
+    file: Path, override: str, rule: str, value: object
+) -> None:
+    error = refusal(file, override)
+    assert (error.rule, error.value) == (rule, value)
+    assert error.remedy
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("tasks.type=csv", 'tasks.type is one of "jsonl", "reasoning_gym", "python"'),
+        ("evaluation.tasks.type=csv", 'evaluation.tasks.type is one of "jsonl", "reasoning_gym", "python"'),
+        ("engine.type=vllm", 'engine.type is one of "native"'),
+        ("training.algorithm.type=ppo", 'training.algorithm.type is one of "grpo"'),
+        ("buffer.type=ring", 'buffer.type is one of "bounded", "double", "none", "unbounded"'),
+    ],
+)
+def test_an_unknown_variant_is_refused_with_those_known(file: Path, override: str, rule: str) -> None:
+    error = refusal(file, override)
+    assert error.rule == rule
+    assert error.value == override.partition("=")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule", "remedy"),
+    [
+        ("", "model is required", "add a table [model] with path"),
+        ("[model]\n[tasks]\n", "model.path is required", "set model.path to a text"),
+        (
+            'model.path = "m"',
+            "tasks is required",
+            'add a table [tasks] with type, one of "jsonl", "reasoning_gym", "python"',
+        ),
+        (
+            'model.path = "m"\ntasks.path = "x"',
+            "tasks.type is required",
+            'set tasks.type to one of "jsonl", "reasoning_gym", "python"',
+        ),
+        ('model.path = "m"\ntasks.type = "python"', "tasks.source is required", "set tasks.source to a text"),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_add(file: Path, text: str, rule: str, remedy: str) -> None:
+    file.write_text(text)
+    error = refusal(file)
+    assert (error.rule, error.remedy) == (rule, remedy)
+
+
+def test_contradicting_values_are_refused_by_the_node_that_holds_them(file: Path) -> None:
+    assert "training.min_group is at most training.group_size" in str(refusal(file, "training.min_group=9"))
+    assert 'buffer.window belongs to buffer.order = "windowed"' in str(refusal(file, "buffer.window=64"))
+    assert "buffer.depth holds at least one batch" in str(refusal(file, "buffer.depth=2"))
+
+
+def test_malformed_toml_is_refused_with_its_line(file: Path) -> None:
+    file.write_text(GOOD + "steps = = 3\n")
+    error = refusal(file)
+    assert "line 3" in str(error.value)
+    assert error.remedy == "correct line 3: steps = = 3"
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.toml").rule == "the configuration file does not exist"
+    assert refusal(tmp_path).rule == "the configuration file is a folder, not a file"
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe")
+    assert "UTF-8" in refusal(binary).rule
+
+
+# ── Overrides ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("text", "parts", "value"),
+    [
+        ("a.b=3", ("a", "b"), 3),
+        ("a=1e-5", ("a",), 1e-5),
+        ("a=true", ("a",), True),
+        ("a=none", ("a",), "none"),
+        ("a=env.py:Env", ("a",), "env.py:Env"),
+        ('a="x y"', ("a",), "x y"),
+        ("a=x=y", ("a",), "x=y"),
+        ("a=[1, 2]", ("a",), [1, 2]),
+        ("a={b=1}", ("a",), {"b": 1}),
+        ('a."b.c"=1', ("a", "b.c"), 1),
+        ("a=1\nb=2", ("a",), "1\nb=2"),
+        ("a=", ("a",), ""),
+    ],
+)
+def test_an_override_is_a_toml_value_or_else_text(text: str, parts: tuple[str, ...], value: object) -> None:
+    assert parse_override(text)[:2] == (parts, value)
+
+
+@pytest.mark.parametrize("text", ["steps", "=3", "a..b=3", "a b=3", "a\nb=3"])
+def test_a_malformed_override_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"an override is written a\.b=value"):
+        parse_override(text)
+
+
+def test_overrides_reach_into_tables_and_replace_them_when_given_whole(file: Path) -> None:
+    config = read_config(
+        file,
+        ["training.optimizer.learning_rate=1e-3", 'tasks={type="python", source="a:b"}', "tasks.options.n=5"],
+    )
+    assert config.training.optimizer.learning_rate == 1e-3
+    assert config.tasks == PythonTasks(source="a:b", options={"n": 5})
+
+
+def test_an_override_below_a_single_value_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.path is a single value, not a table"):
+        apply_overrides({"model": {"path": "m"}}, ["model.path.x=1"])
+
+
+def test_digits_are_text_where_the_configuration_holds_text(file: Path) -> None:
+    assert read_config(file, ["name=2024"]).name == "2024"
+
+
+def test_the_file_wins_over_the_base_and_overrides_win_over_the_file(file: Path) -> None:
+    file.write_text(GOOD + "seed = 2\n")
+    base = {"seed": 1, "training": {"steps": 7, "group_size": 3}}
+    config = read_config(file, ["training.steps=8"], base)
+    assert (config.seed, config.training.steps, config.training.group_size) == (2, 8, 3)
+
+
+# ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:
+    config = read_config(
+        file,
+        [
+            r'environment.options={a=1, "b.c"=[1, {x="é\n\u0001\"\\"}], d=1979-05-27T07:32:00Z, e={}, f=1e300}',
+            r'environment.stop_strings=["\n\n", "#"]',
+            "scorer.options.deep.er=1.0",
+            'evaluation.tasks={type="reasoning_gym", dataset="chain_sum"}',
+            "buffer.max_staleness=4",
+            "name=quick",
+        ],
+    )
+    file.write_text(dump_config(config))
+    again = read_config(file)
+    assert again == config
+    assert again.environment.options["d"] == datetime.datetime(1979, 5, 27, 7, 32, tzinfo=datetime.UTC)
+
+
+def test_every_default_can_be_left_out_of_a_dump(file: Path) -> None:
+    """TOML has no null, so a key that may be None must be None by default."""
+    config = read_config(file)
+    text = dump_config(config)
+    assert "None" not in text
+    assert "depth" not in text
+    file.write_text(text)
+    assert read_config(file) == config
+
+
+def test_toml_is_written_as_people_write_it() -> None:
+    text = dump_toml({"a": True, "b": {"c": 1e-05, "d": {"e": "x"}}, "f": [1, "two"]})
+    assert text == 'a = true\nf = [1, "two"]\n\n[b]\nc = 1e-05\n\n[b.d]\ne = "x"\n'
+
+
+def test_what_toml_cannot_hold_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"scorer\.options can be written as TOML"):
+        dump_toml({"scorer": {"options": None}})

@@ -1,0 +1,48 @@
+"""What a run keeps on disk, by name."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from headrace.orchestration.vault import FolderVault
+
+
+def checkpoints(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_the_latest_checkpoint_is_that_of_the_highest_step(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    assert vault.latest() is None
+    for step in (9, 100, 20):
+        Path(vault.checkpoint(step)).mkdir()
+    (tmp_path / "checkpoints" / "step-000200.tmp-x").mkdir()
+    assert vault.latest() == str(tmp_path / "checkpoints" / "step-000100")
+
+
+def test_pruning_keeps_the_newest(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        Path(vault.checkpoint(step)).mkdir()
+    asyncio.run(vault.prune())
+    assert checkpoints(tmp_path) == ["step-000002", "step-000003"]
+
+
+def test_a_better_candidate_becomes_the_best_and_a_worse_one_goes(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    for number, best in ((1, True), (2, False), (3, True)):
+        candidate = Path(vault.candidate(number))
+        candidate.mkdir()
+        (candidate / "number").write_text(str(number))
+        asyncio.run(vault.choose(str(candidate), best))
+        assert checkpoints(tmp_path) == ["best"]
+    assert (tmp_path / "checkpoints" / "best" / "number").read_text() == "3"
+
+
+def test_opening_clears_what_an_earlier_life_left_unfinished(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    for name in ("candidate-0000007", "step-000004.tmp-abc", "step-000004.old-abc", "step-000003"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert FolderVault(tmp_path, keep=2).latest() == vault.checkpoint(3)
+    assert checkpoints(tmp_path) == ["step-000003"]

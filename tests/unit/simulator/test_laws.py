@@ -1,0 +1,239 @@
+"""The real pipeline in virtual time, through delays, failures and crashes: no law is broken.
+
+And the other way round: each law, broken on purpose, is noticed.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from headrace.audit.laws import Violation, check_laws
+from headrace.buffer.config import BufferConfig
+from headrace.config.run import ModelConfig, RunConfig
+from headrace.engine.config import NativeEngineConfig
+from headrace.errors import LawBroken
+from headrace.pipeline import Parts
+from headrace.records import Episode
+from headrace.rollout.config import PythonTasks
+from headrace.simulator.run import Outcome, simulate
+from headrace.simulator.world import Costs
+from headrace.sync.config import SyncConfig
+from headrace.training.config import TrainingConfig
+
+RUNS, CHUNKS = 5000, 25
+
+
+class Stored(NamedTuple):
+    episode: Episode
+    trained_version: int
+    produced_version: int
+
+
+def violations(outcome: Outcome, config: RunConfig) -> list[Violation]:
+    stored = [
+        Stored(episode, batch.version, produced)
+        for batch, produced in outcome.world.batches
+        for episode in batch.episodes
+    ]
+    return list(
+        check_laws(
+            outcome.world.ledger,
+            stored,
+            outcome.world.events,
+            bound=config.buffer.staleness_bound,
+            group_size=config.training.group_size,
+        )
+    )
+
+
+def random_config(dice: random.Random) -> RunConfig:
+    batch, size = dice.randint(1, 4), dice.randint(1, 4)
+    kind = dice.choice(["none", "double", "bounded", "unbounded"])
+    staleness = {"none": [None], "double": [None, 2], "bounded": [None, 0, 1, 4], "unbounded": [None, 3]}[kind]
+    buffer = BufferConfig(
+        type=kind,
+        max_staleness=dice.choice(staleness),
+        order=dice.choice(["fifo", "windowed", "first_finished"]),
+        depth=dice.choice([None, 2 * batch]) if kind == "bounded" else None,
+        late=dice.choice(["wait", "drop"]),
+    )
+    bound = buffer.staleness_bound
+    config = RunConfig(
+        model=ModelConfig(path=""),
+        tasks=PythonTasks(source="a:b"),
+        seed=dice.randint(0, 1000),
+        buffer=buffer,
+        engine=NativeEngineConfig(max_running=dice.choice([2, 8, 64])),
+        training=TrainingConfig(
+            steps=dice.randint(2, 12),
+            groups_per_batch=batch,
+            group_size=size,
+            min_group=dice.randint(1, size),
+            checkpoint_every=dice.randint(1, 5),
+        ),
+        sync=SyncConfig(
+            interval=dice.randint(1, min(3, (5 if bound is None else bound) + 1)),
+            schedule=dice.choice(["never_stop", "blocking"]),
+        ),
+    )
+    config.check()
+    config.buffer.check()
+    config.training.check()
+    return config
+
+
+def random_costs(dice: random.Random) -> Costs:
+    return Costs(
+        sigma=dice.choice([0.3, 1.0, 2.0]),
+        step_s=dice.choice([0.1, 0.5, 2.0]),
+        score_s=dice.choice([0.01, 0.5]),
+        environment_failure=dice.choice([0.0, 0.05, 0.2]),
+        scorer_failure=dice.choice([0.0, 0.05, 0.2]),
+        sync_failure=dice.choice([0.0, 0.0, 0.01]),
+    )
+
+
+def random_run(seed: int) -> tuple[RunConfig, Outcome]:
+    dice = random.Random(seed)
+    config = random_config(dice)
+    crashes = [dice.expovariate(1 / 3) for _ in range(dice.choice([0, 1, 2, 3]))]
+    costs, engines = random_costs(dice), dice.randint(1, 3)
+    return config, simulate(config, costs, seed=seed, engines=engines, crashes=crashes)
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_no_law_breaks_in_thousands_of_runs_with_delays_failures_and_crashes(chunk):
+    lives = 0
+    for seed in range(chunk * RUNS // CHUNKS, (chunk + 1) * RUNS // CHUNKS):
+        config, outcome = random_run(seed)
+        assert outcome.finished, f"seed {seed}"
+        assert violations(outcome, config) == [], f"seed {seed}"
+        sums = outcome.world.ledger.sums()
+        assert sums["in_flight"] == 0, f"seed {seed}"
+        assert sums["admitted"] == sums["trained"] + sum(sums["dropped"].values()), f"seed {seed}"
+        lives += outcome.lives
+    assert lives > RUNS // CHUNKS, "the controller crashed now and then"
+
+
+def test_a_run_is_reproducible():
+    (_, one), (_, two) = random_run(11), random_run(11)
+    assert one.world.ledger.sums() == two.world.ledger.sums()
+    assert one.seconds == two.seconds
+
+
+# ── Laws broken on purpose ───────────────────────────────────────────────────────────────────────────────
+
+STEADY = RunConfig(
+    model=ModelConfig(path=""),
+    tasks=PythonTasks(source="a:b"),
+    buffer=BufferConfig(type="bounded", max_staleness=2),
+    training=TrainingConfig(steps=12, groups_per_batch=2, group_size=2, checkpoint_every=4),
+)
+
+
+def laws_broken(tamper) -> set[str]:
+    outcome = simulate(STEADY, Costs(), seed=3, tamper=tamper)
+    return {v.law for v in violations(outcome, STEADY)}
+
+
+def test_the_untampered_run_is_clean():
+    assert laws_broken(None) == set()
+
+
+def test_a_broken_admission_rule_is_noticed_when_the_batch_leaves():
+    def tamper(parts: Parts) -> None:
+        parts.buffer._admissible = lambda: parts.buffer.outstanding < 20
+
+    with pytest.raises(LawBroken, match="staleness bound"):
+        laws_broken(tamper)
+
+
+def test_a_broken_admission_rule_is_noticed_by_the_audit():
+    def tamper(parts: Parts) -> None:
+        parts.buffer._bound = 6
+
+    assert laws_broken(tamper) == {"staleness bound"}
+
+
+def test_a_lost_episode_is_noticed():
+    def tamper(parts: Parts) -> None:
+        drop = parts.journal.drop
+        parts.scorers._world.costs = Costs(scorer_failure=0.2)
+        parts.journal.drop = lambda episode, reason: None if reason == "scorer_error" else drop(episode, reason)
+
+    assert "ledger" in laws_broken(tamper)
+
+
+def test_an_episode_that_vanished_from_the_file_is_noticed():
+    outcome = simulate(STEADY, Costs(), seed=3)
+    outcome.world.ledger.query("DELETE FROM episodes WHERE id = 'g0000005/1'")
+    found = violations(outcome, STEADY)
+    assert ("ledger", "group 5") in {(v.law, v.where) for v in found}
+    assert ("ledger", "g0000005/1") in {(v.law, v.where) for v in found}
+
+
+def test_a_token_with_the_wrong_version_is_noticed():
+    def tamper(parts: Parts) -> None:
+        for engine in parts.engines.members:
+            make = engine._turn
+
+            def wrong(*args: Any, make=make):
+                turn = make(*args)
+                return msgspec.structs.replace(turn, versions=turn.versions + (turn.versions > 0))
+
+            engine._turn = wrong
+
+    assert "provenance" in laws_broken(tamper)
+
+
+def test_a_version_from_the_future_is_noticed():
+    def tamper(parts: Parts) -> None:
+        for engine in parts.engines.members:
+            make = engine._turn
+
+            def wrong(*args: Any, make=make):
+                turn = make(*args)
+                lineage = tuple(msgspec.structs.replace(e, version=e.version + 5) for e in turn.lineage)
+                return msgspec.structs.replace(turn, versions=turn.versions + 5, lineage=lineage)
+
+            engine._turn = wrong
+
+    assert "staleness bound" in laws_broken(tamper)
+
+
+def test_a_reused_version_number_is_noticed():
+    def tamper(parts: Parts) -> None:
+        stage = parts.trainer.stage
+
+        async def reuse(version):
+            if version.number == 3:
+                twin = await stage(msgspec.structs.replace(version, number=2, parent=1))
+                parts.telemetry.event("published", version=2, checksum=twin.tensors[0].checksum)
+            return await stage(version)
+
+        parts.trainer.stage = reuse
+
+    assert laws_broken(tamper) == {"atomic swap"}
+
+
+def test_a_version_published_before_it_was_durable_is_noticed():
+    def tamper(parts: Parts) -> None:
+        parts.journal.version = lambda version: None
+
+    assert "ledger" in laws_broken(tamper)
+
+
+def test_an_engine_that_serves_what_it_did_not_verify_is_refused():
+    def tamper(parts: Parts) -> None:
+        for engine in parts.engines.members:
+
+            async def skip(number: int) -> None: ...
+
+            engine.verify = skip
+
+    with pytest.raises(Exception, match="not verified"):
+        laws_broken(tamper)

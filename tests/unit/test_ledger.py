@@ -1,0 +1,165 @@
+"""The ledger's sums, its order of durability, and what a crash leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+
+import numpy as np
+import pytest
+
+from headrace.errors import LawBroken, RunFolderError
+from headrace.ledger import LOST_IN_CRASH, ORPHANED, Journal, Ledger
+from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
+
+TASK = Task(id="t", prompt="p")
+
+
+def trained_batch(names: list[str], *, version: int, tokens: int = 3) -> Batch:
+    turn = Turn(
+        tokens=np.zeros(tokens, np.int32),
+        logprobs=np.zeros(tokens, np.float32),
+        versions=np.full(tokens, version, np.int32),
+        context=np.zeros(1, np.int32),
+        stop="stop",
+    )
+    episodes = tuple(Episode(id=name, task=TASK, turns=(turn,), reward=1.0) for name in names)
+    group = Group(id="g", sequence=0, task=TASK, episodes=episodes)
+    return Batch(step=version + 1, version=version, groups=(group,), advantages=np.zeros(len(names), np.float32))
+
+
+class DirectStore:
+    def __init__(self, ledger: Ledger):
+        self.ledger = ledger
+
+    async def apply(self, changes):
+        self.ledger.apply(changes)
+
+
+def run_session(ledger: Ledger, work) -> None:
+    async def main():
+        session = ledger.recover(None) if not ledger.query("SELECT 1 FROM sessions") else 1
+        journal = Journal(DirectStore(ledger), session=session)
+        await work(journal)
+
+    asyncio.run(main())
+
+
+async def one_step(journal: Journal) -> None:
+    journal.version(WeightVersion(number=0, parent=None, step=0))
+    journal.admit("g0", 0, "t", 0, ["a", "b", "c"])
+    journal.receive("a", 3)
+    journal.receive("b", 3)
+    journal.receive("c", 2)
+    journal.drop("c", "scorer_error")
+    journal.train(trained_batch(["a", "b"], version=0), WeightVersion(number=1, parent=0, step=1))
+    journal.admit("g1", 1, "t", 1, ["d"])
+    journal.receive("d", 4)
+    journal.check()
+    await journal.flush()
+
+
+def test_the_sums_add_up_over_episodes_and_tokens():
+    ledger = Ledger(":memory:")
+    run_session(ledger, one_step)
+    assert ledger.sums() == {
+        "admitted": 4,
+        "trained": 2,
+        "in_flight": 1,
+        "dropped": {"scorer_error": 1},
+        "tokens": {"admitted": 12, "trained": 6, "in_flight": 4, "dropped": {"scorer_error": 2}},
+    }
+
+
+def test_after_a_crash_what_was_in_flight_is_dropped_as_lost():
+    ledger = Ledger(":memory:")
+    run_session(ledger, one_step)
+    assert ledger.recover(1) == 2
+    assert ledger.sums()["dropped"] == {LOST_IN_CRASH: 1, "scorer_error": 1}
+    assert (ledger.sums()["trained"], ledger.sums()["in_flight"]) == (2, 0)
+
+
+def test_what_was_trained_into_lost_weights_is_orphaned():
+    ledger = Ledger(":memory:")
+    run_session(ledger, one_step)
+    ledger.recover(0)
+    assert ledger.sums()["trained"] == 0
+    assert ledger.sums()["dropped"] == {LOST_IN_CRASH: 1, ORPHANED: 2, "scorer_error": 1}
+    assert ledger.next_version() == 2, "number 1 is spent"
+    assert ledger.lineage(1) == {0, 1}
+
+
+def test_an_episode_is_trained_once():
+    async def twice(journal):
+        journal.admit("g0", 0, "t", 0, ["a"])
+        batch = trained_batch(["a"], version=0)
+        journal.train(batch, WeightVersion(number=1, parent=0, step=1))
+        with pytest.raises(LawBroken, match="leaves once"):
+            journal.train(batch, WeightVersion(number=2, parent=1, step=2))
+
+    run_session(Ledger(":memory:"), twice)
+
+
+def test_the_file_refuses_what_the_journal_should_have_refused():
+    ledger = Ledger(":memory:")
+    run_session(ledger, one_step)
+    with pytest.raises(LawBroken):
+        ledger.apply(
+            [("UPDATE episodes SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'", ("x", "a"))]
+        )
+    assert ledger.sums()["trained"] == 2
+
+
+def test_a_version_number_is_given_out_once():
+    async def again(journal):
+        journal.version(WeightVersion(number=0, parent=None, step=0))
+        await journal.flush()
+        journal.version(WeightVersion(number=0, parent=None, step=0))
+        with pytest.raises(sqlite3.IntegrityError):
+            await journal.flush()
+
+    run_session(Ledger(":memory:"), again)
+
+
+def test_a_cancelled_flush_still_becomes_durable_and_in_order():
+    """Found by simulation: a flush cancelled in mid-commit used to lose what it carried."""
+    ledger = Ledger(":memory:")
+
+    class SlowStore(DirectStore):
+        async def apply(self, changes):
+            await asyncio.sleep(0.02)
+            await super().apply(changes)
+
+    async def main():
+        journal = Journal(SlowStore(ledger), session=ledger.recover(None))
+        journal.admit("g0", 0, "t", 0, ["a"])
+        flush = asyncio.create_task(journal.flush())
+        await asyncio.sleep(0.005)
+        flush.cancel()
+        journal.drop("a", "late")
+        await journal.flush()
+
+    asyncio.run(main())
+    assert ledger.sums()["dropped"] == {"late": 1}
+
+
+def test_tokens_of_an_episode_that_has_left_are_not_counted():
+    async def late(journal):
+        journal.admit("g0", 0, "t", 0, ["a"])
+        journal.drop("a", "late")
+        journal.receive("a", 5)
+        journal.check()
+        assert journal.tokens_received == 0
+
+    run_session(Ledger(":memory:"), late)
+
+
+def test_an_audit_of_no_ledger_names_the_file(tmp_path):
+    with pytest.raises(RunFolderError, match=r"nothing\.sqlite"):
+        Ledger(tmp_path / "nothing.sqlite", create=False)
+
+
+def test_a_file_that_is_no_ledger_is_refused(tmp_path):
+    (tmp_path / "ledger.sqlite").write_bytes(b"x" * 4096)
+    with pytest.raises(RunFolderError, match="SQLite"):
+        Ledger(tmp_path / "ledger.sqlite")
