@@ -1,9 +1,9 @@
-"""Makes the quickstart's model: a tokenizer of 24 words, 0.1 M parameters, and a short supervised warm start.
+"""Makes the quickstart's model: a tokenizer of 18 words, 0.1 M parameters, and a short supervised warm start.
 
     python examples/quickstart/prepare.py runs/quickstart-model [seed]
 
-It learns from worked examples of which four in five answer at once and one in five thinks first, so it begins
-with some success and the means to do better.
+It learns from worked examples, first as many that think as answer at once, then nine in ten that answer at once:
+it begins with some success, the means to do better, and little inclination to use them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from dial import WORDS, lazy, prompt, thinking, unseen
+from days import WORDS, lazy, prompt, thinking, unseen
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.models import CausalLM, ModelConfig, PackedContext, random_model, save_model
 
-STEPS, BATCH, LEARNING_RATE, THINKING = 600, 32, 3e-3, 0.2
+STEPS, BATCH, LEARNING_RATE = 700, 32, 3e-3
 END = "<end>"
+
+
+def thinking_share(step: int) -> float:
+    return 0.5 if step < 0.7 * STEPS else 0.1
 
 
 def make_tokenizer(folder: Path) -> Tokenizer:
@@ -74,9 +78,9 @@ def warm_start(model: CausalLM, tokenizer: Tokenizer, seed: int) -> float:
     begun, loss = time.monotonic(), torch.zeros(())
     for step in range(STEPS):
         sequences, targets = [], []
-        for turns in islice(examples, BATCH):
-            asked = tokenizer.encode(prompt(turns)).ids
-            told = tokenizer.encode((thinking if dice.random() < THINKING else lazy)(turns)).ids
+        for riddle in islice(examples, BATCH):
+            asked = tokenizer.encode(prompt(riddle)).ids
+            told = tokenizer.encode((thinking if dice.random() < thinking_share(step) else lazy)(riddle)).ids
             sequences.append([*asked, *told, end])
             targets.append([False] * (len(asked) - 1) + [True] * (len(told) + 1) + [False])
         context = PackedContext([len(s) for s in sequences])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from headrace.cli.output import console, facts_of, ledger_line, only_json, print_json
 from headrace.config.base import Config
 from headrace.config.dump import dump_config
@@ -34,6 +36,8 @@ def command(file: Path, sets: list[str], folder: Path | None, *, resume: bool, o
         print_json(summary)
     else:
         print_summary(run, summary)
+    if not summary["finished"]:
+        raise typer.Exit(1)
 
 
 def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> None:

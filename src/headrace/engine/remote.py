@@ -288,6 +288,7 @@ class _Standby:
             stage = type(record).__name__.lower()
             raise SyncError(stage, self._name, f"version {record.number} was not announced")
         if isinstance(record, Transfer):
+            self._verified = None
             self._receiver.receive(manifest, tensors)
         else:
             verify(manifest, tensors, who=self._name)

@@ -1,0 +1,152 @@
+"""`headrace audit` on a real run, and on the same run with something planted in it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from integration_project import CONFIG, USER_CODE, Project
+from safetensors.torch import load_file, save_file
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Project:
+    """A finished run whose episodes saw swaps in mid-sequence."""
+    folder = tmp_path_factory.mktemp("audited")
+    (folder / "model").symlink_to(small_model)
+    (folder / "user.py").write_text(USER_CODE)
+    (folder / "config.toml").write_text(CONFIG)
+    project = Project(folder)
+    project.train()
+    return project
+
+
+@pytest.fixture
+def tampered(finished: Project, tmp_path: Path) -> Callable[..., dict]:
+    """Audit a copy of the run after something was done to it."""
+
+    def audit(tamper: Callable[[Path], None], *words: str) -> dict:
+        copy = tmp_path / "copy"
+        shutil.copytree(finished.run, copy)
+        tamper(copy)
+        return finished.audit(*words, run=copy)
+
+    return audit
+
+
+def sql(statement: str) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        with sqlite3.connect(run / "ledger.sqlite") as db:
+            assert db.execute(statement).rowcount > 0
+
+    return tamper
+
+
+def edit_episode(change: Callable[[dict], None]) -> Callable[[Path], None]:
+    """Change the first stored episode of the seventh step."""
+
+    def tamper(run: Path) -> None:
+        file = run / "episodes" / "step-000007.jsonl"
+        first, *rest = file.read_text().splitlines()
+        episode = json.loads(first)
+        change(episode)
+        file.write_text("\n".join([json.dumps(episode), *rest]) + "\n")
+
+    return tamper
+
+
+def laws(report: dict) -> set[str]:
+    assert report["ok"] is False
+    return {violation["law"] for violation in report["violations"]}
+
+
+def test_the_untampered_copy_passes(tampered):
+    report = tampered(lambda run: None, "--recompute", "40")
+    assert report["ok"] is True
+    assert report["recomputed"]["episodes"] == 40
+    assert report["recomputed"]["tokens"] >= 200
+    assert report["recomputed"]["max_abs_diff"] < 1e-4
+
+
+def test_a_token_trained_beyond_the_bound_is_found(tampered):
+    last = "(SELECT MAX(id) FROM episodes WHERE state = 'trained')"
+    report = tampered(sql(f"UPDATE episodes SET trained_at = trained_at + 4 WHERE id = {last}"))
+    assert "staleness bound" in laws(report)
+
+
+def test_a_lost_episode_is_found(tampered):
+    assert laws(tampered(sql("DELETE FROM episodes WHERE id = 'g0000009/2'"))) == {"ledger"}
+
+
+def test_an_episode_left_in_flight_is_found(tampered):
+    statement = "UPDATE episodes SET state = 'in_flight' WHERE id = 'g0000009/2'"
+    assert laws(tampered(sql(statement))) == {"ledger"}
+
+
+def test_an_episode_trained_twice_is_found(tampered):
+    assert laws(tampered(sql("UPDATE episodes SET times_trained = 2 WHERE id = 'g0000009/2'"))) == {"ledger"}
+
+
+def test_a_dropped_episode_without_reason_is_found(tampered):
+    statement = "UPDATE episodes SET state = 'dropped' WHERE id = 'g0000009/2'"
+    assert laws(tampered(sql(statement))) == {"ledger"}
+
+
+def test_a_token_with_the_wrong_version_is_found(tampered):
+    def change(episode: dict) -> None:
+        episode["turns"][0]["versions"][-1] += 1
+
+    assert "provenance" in laws(tampered(edit_episode(change)))
+
+
+def test_a_wrong_log_prob_is_found_by_recomputing(tampered):
+    def everywhere(run: Path) -> None:
+        for file in (run / "episodes").glob("*.jsonl"):
+            episodes = [json.loads(line) for line in file.read_text().splitlines()]
+            for episode in episodes:
+                episode["turns"][0]["logprobs"][-1] -= 0.01
+            file.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
+
+    assert laws(tampered(everywhere, "--recompute", "5")) == {"provenance"}
+
+
+def test_a_swap_in_mid_pass_is_found_by_recomputing(tampered):
+    """Weights of which one half is of the next version: what a forward pass sees when a swap is not atomic."""
+
+    def mix(run: Path) -> None:
+        files = sorted((run / "versions").glob("*.safetensors"))
+        for older, newer in pairwise(files[3:]):
+            mixed = load_file(older)
+            other = load_file(newer)
+            mixed.update({name: other[name] for name in mixed if ".layers.1." in name})
+            save_file(mixed, older)
+
+    assert laws(tampered(mix, "--recompute", "60")) == {"provenance"}
+
+
+def test_a_reused_version_number_is_found(tampered):
+    def reuse(run: Path) -> None:
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        again = next(event for event in events if event["kind"] == "published" and event["version"] == 3)
+        with (run / "events.jsonl").open("a") as file:
+            file.write(json.dumps({**again, "checksum": again["checksum"] ^ 1}) + "\n")
+
+    assert laws(tampered(reuse)) == {"atomic swap"}
+
+
+def test_a_version_the_ledger_does_not_know_is_found(tampered):
+    assert "ledger" in laws(tampered(sql("DELETE FROM versions WHERE number = 5")))
+
+
+def test_more_recomputation_than_there_are_weights_for_is_said(tampered):
+    def forget(run: Path) -> None:
+        for file in (run / "versions").glob("*.safetensors"):
+            file.unlink()
+
+    report = tampered(forget, "--recompute", "5")
+    assert "0 of 5 episodes" in report["violations"][0]["what"]

@@ -1,0 +1,170 @@
+"""Whole runs through the command line: finishing, being interrupted, being killed, going on."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import sqlite3
+import time
+
+import pytest
+from integration_project import Project, wait_until
+
+from headrace.telemetry.metrics import METRIC_KEYS
+
+
+def versions(project: Project) -> list[tuple[int, int | None, int]]:
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        return db.execute("SELECT number, parent, orphaned FROM versions ORDER BY number").fetchall()
+
+
+def assert_sound(project: Project, *, steps: int) -> None:
+    """The run has ended, left no process, trained to the end, and its audit passes, recomputation included."""
+    summary = json.loads((project.run / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["steps"] == steps
+    assert summary["finished"] is True
+    assert ledger["in_flight"] == 0
+    assert ledger["admitted"] == ledger["trained"] + sum(ledger["dropped"].values())
+    assert ledger["trained"] == steps * 16
+    audit = project.audit("--recompute", "20")
+    assert audit["violations"] == []
+    assert audit["recomputed"]["episodes"] == 20
+    assert audit["recomputed"]["max_abs_diff"] < 1e-4
+    assert project.children() == {}
+
+
+def test_a_run_finishes_and_leaves_what_it_promises(project):
+    summary = project.train()
+    assert summary["steps"] == 12
+    assert summary["staleness_max"] <= 2
+    lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert [line["version"] for line in lines] == list(range(1, 13))
+    assert all(set(METRIC_KEYS) <= set(line) for line in lines)
+    assert all(line["mismatch_kl"] < 1e-6 for line in lines if line["staleness_max"] == 0)
+    assert sum(line["tokens_trained"] for line in lines) == summary["ledger"]["tokens"]["trained"]
+    for name in (
+        "config.toml",
+        "events.jsonl",
+        "report.png",
+        "ledger.sqlite",
+        "checkpoints/step-000012/state.json",
+    ):
+        assert (project.run / name).stat().st_size > 0, name
+    assert_sound(project, steps=12)
+
+
+def test_synchronous_training_is_the_same_code_without_staleness(project):
+    summary = project.train("--set", "buffer.type=none", "--set", "buffer.max_staleness=0")
+    assert summary["staleness_max"] == 0
+    assert_sound(project, steps=12)
+
+
+def test_the_transformers_back_end_trains_what_the_native_engine_samples(project):
+    project.train("--set", "training.backend=transformers", "--set", "training.steps=4")
+    lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["staleness_max"] == 0
+    assert lines[0]["mismatch_kl"] < 1e-6
+    assert_sound(project, steps=4)
+
+
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_truncated_sampling_and_swaps_are_recomputable(project, kv):
+    project.train(
+        "--set", "environment.sampling.top_p=0.8", "--set", f"sync.kv={kv}", "--set", "sync.schedule=blocking"
+    )
+    assert_sound(project, steps=12)
+
+
+def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(project):
+    run = project.start("train", "config.toml", "--set", "training.steps=2000")
+    wait_until(lambda: project.steps_done() >= 5, 60, "five steps")
+    run.send_signal(signal.SIGINT)
+    output = run.communicate(timeout=30)[0]
+    assert run.returncode == 1, output
+    assert "--resume" in output
+    assert project.children() == {}
+    summary = json.loads((project.run / "summary.json").read_text())
+    done = summary["steps"]
+    assert done >= 5
+    assert (project.run / "checkpoints" / f"step-{done:06d}" / "state.json").exists()
+    assert project.audit()["ok"]
+    before = versions(project)
+    assert before[-1] == (done, done - 1, 0)
+
+    project.train("--resume", "--set", f"training.steps={done + 4}")
+    assert versions(project) == [*before, *((done + i, done + i - 1, 0) for i in range(1, 5))]
+    assert_sound(project, steps=done + 4)
+
+
+KILLS = ["controller", "trainer", "engine-0", "scorer-1", "environment-1"]
+
+
+@pytest.mark.parametrize("victim", KILLS)
+@pytest.mark.parametrize("moment", range(2))
+def test_a_run_whose_process_is_killed_resumes_and_its_audit_passes(project, victim, moment):
+    dice = random.Random(f"{victim} {moment}")
+    run = project.start("train", "config.toml", "--set", "training.steps=400")
+    wait_until(lambda: project.steps_done() >= dice.choice([1, 3, 7]), 60, "some steps")
+    time.sleep(dice.random() * 0.3)
+    (run if victim == "controller" else project.children()[victim]).send_signal(signal.SIGKILL)
+    if victim in ("scorer-1", "environment-1"):
+        # Users' code may die: the run heals and goes on.
+        here = project.steps_done()
+        wait_until(lambda: project.steps_done() > here + 5, 30, "the run to go on")
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=30)
+    else:
+        output = run.communicate(timeout=30)[0]
+        assert run.returncode != 0
+        if victim != "controller":
+            assert f"{victim} ended unexpectedly: killed by signal 9" in output
+    wait_until(lambda: project.children() == {}, 5, "its processes to end")
+    assert project.audit()["ok"], "also before it is resumed"
+
+    steps = project.steps_done() + 3
+    project.train("--resume", "--set", f"training.steps={steps}")
+    assert_sound(project, steps=steps)
+    numbers = [number for number, _, _ in versions(project)]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_a_scorer_that_fails_in_any_way_costs_its_episodes_only(project):
+    every_task_once = ["--set", "training.steps=15", "--set", "tasks.options.count=64"]
+    project.train("--set", "scorer.source=user.py:troubled", "--set", "scorer.timeout_s=1", *every_task_once)
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        reasons = dict(db.execute("SELECT DISTINCT task, reason FROM episodes WHERE state = 'dropped'").fetchall())
+    assert reasons == {"t1": "scorer_error", "t3": "scorer_crash", "t5": "scorer_timeout", "t7": "bad_reward"}
+    assert_sound(project, steps=15)
+
+
+def test_a_scorer_stuck_in_a_thread_costs_its_episodes_only(project):
+    project.train(
+        "--set", "scorer.source=user.py:stuck", "--set", "scorer.timeout_s=1", "--set", "training.steps=15"
+    )
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        rows = db.execute("SELECT DISTINCT task FROM episodes WHERE reason = 'scorer_timeout'").fetchall()
+    assert rows == [("t3",)]
+    assert_sound(project, steps=15)
+
+
+def test_a_prompt_that_is_too_long_costs_its_episodes_only(project):
+    project.train("--set", "tasks.options={count = 16, long_prompts = [2, 5]}")
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        rows = db.execute(
+            "SELECT DISTINCT task FROM episodes WHERE reason = 'prompt_too_long' ORDER BY 1"
+        ).fetchall()
+    assert rows == [("t2",), ("t5",)]
+    assert_sound(project, steps=12)
+
+
+def test_a_run_in_which_everything_fails_ends_with_the_reason(project):
+    (project.path / "user.py").write_text(
+        (project.path / "user.py").read_text() + "\ndef broken(task, attempt):\n    1 / 0\n"
+    )
+    done = project.headrace("train", "config.toml", "--set", "scorer.source=user.py:broken")
+    assert done.returncode == 1
+    assert "scorer_error: ZeroDivisionError" in done.stderr
+    assert project.children() == {}
