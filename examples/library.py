@@ -18,7 +18,7 @@ class LastCall:
     """A completion that runs out of tokens gets two more, for its answer."""
 
     async def rollout(self, task: Task, policy: Policy) -> None:
-        first = await policy.sample(task.prompt, max_tokens=15)
+        first = await policy.sample(task.prompt, max_tokens=10)
         if first.stop == "length":
             await policy.sample("=", after=first, max_tokens=2)
 
@@ -29,7 +29,7 @@ def last_word(task: Task, attempt: Attempt) -> float:
 
 # Worker processes import this file to find the two: only the script itself may start a run.
 if __name__ == "__main__":
-    overrides = ["name=library", "training.steps=40", *sys.argv[1:]]
+    overrides = ["name=library", "training.steps=60", *sys.argv[1:]]
     config = headrace.load_config("examples/quickstart/quickstart.toml", overrides)
     summary = headrace.train(config, environment=LastCall, scorer=last_word)
     print(f"accuracy {summary['eval_before']:.2f} → {summary['eval_after']:.2f}")

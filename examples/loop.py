@@ -39,7 +39,7 @@ from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.trainer import LocalTrainer
 
 QUICKSTART = Path(__file__).resolve().parent / "quickstart"
-MAX_STALENESS, GROUPS, GROUP_SIZE, MAX_TOKENS = 2, 32, 8, 20
+MAX_STALENESS, GROUPS, GROUP_SIZE, MAX_TOKENS = 2, 32, 8, 13
 
 
 class Loop:
@@ -48,7 +48,7 @@ class Loop:
         self.tokenizer = Tokenizer(model)
         training = TrainingConfig(steps=steps, optimizer=OptimizerConfig(learning_rate=5e-4))
         self.trainer = LocalTrainer(training, model=model, max_staleness=MAX_STALENESS)
-        engine, ends = NativeEngineConfig(max_context=64), self.tokenizer.eos_tokens
+        engine, ends = NativeEngineConfig(max_context=32), self.tokenizer.eos_tokens
         self.engine = NativeEngine(load_model(model), engine, version=0, eos_tokens=ends)
         bound = BufferConfig(max_staleness=MAX_STALENESS)
         self.buffer = MemoryBuffer(bound, batch_groups=GROUPS, version=0, steps=steps)
@@ -138,9 +138,9 @@ if __name__ == "__main__":
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
     model = Path(sys.argv[2] if len(sys.argv) > 2 else "runs/quickstart-model")
     sys.path.append(str(QUICKSTART))
-    import dial
+    import days
 
     torch.set_num_threads(1)  # one core for the engine's thread, one for the trainer's
     if not (model / "config.json").exists():
         subprocess.run([sys.executable, QUICKSTART / "prepare.py", model], check=True)
-    asyncio.run(Loop(model, dial.training_tasks(GROUPS * steps), dial.score, steps).run())
+    asyncio.run(Loop(model, days.training_tasks(GROUPS * steps), days.score, steps).run())

@@ -1,6 +1,6 @@
 r"""An environment of one's own: after a wrong answer the model is asked once more, in the same sequence.
 
-    headrace train examples/quickstart/quickstart.toml \
+    headrace train examples/quickstart/quickstart.toml --set engine.max_context=64 \
         --set environment.source=examples/my_environment.py:SecondChance --run runs/second-chance
 
 Each `sample` is one turn of the episode. With `after`, a turn continues that completion's own tokens: no text is

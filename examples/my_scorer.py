@@ -9,16 +9,16 @@ become keyword arguments (here for_work); the numbers beside the reward are kept
 
 from __future__ import annotations
 
-from itertools import accumulate
-
 from headrace import Attempt, Score, Task
+
+DAYS = ["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]
 
 
 def score(task: Task, attempt: Attempt, for_work: float = 0.2) -> Score:
     work, equals, answer = attempt.text.partition("=")
     right = attempt.stop == "stop" and bool(equals) and answer.strip() == task.answer
-    turns = [int(word) for word in str(task.prompt).split() if word.startswith("+")]
-    expected = [str(total % 10) for total in accumulate(turns)]
-    shown = [said == wanted for said, wanted in zip(work.split(), expected, strict=False)]
-    correct = sum(shown) / len(expected)
+    first, *words = str(task.prompt).split()
+    leaps = [int(word) for word in words if word.startswith("+")]
+    days = [DAYS[(DAYS.index(first) + sum(leaps[: i + 1])) % 7] for i in range(len(leaps))]
+    correct = sum(said == day for said, day in zip(work.split(), days, strict=False)) / len(days)
     return Score((1 - for_work) * right + for_work * correct, {"right": float(right), "work": correct})

@@ -204,7 +204,9 @@ class Peer:
         return next(self._numbers)
 
     def tell(self, record: Any) -> None:
-        """Send without waiting. Raises when the child has died."""
+        """Send without waiting. Raises when the child has died or was closed."""
+        if self.died.cancelled():
+            raise ComponentDied(self.name, "it was closed")
         if self.died.done():
             raise self.died.result()
         assert self._channel is not None

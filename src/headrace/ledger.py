@@ -27,6 +27,8 @@ IN_FLIGHT, TRAINED, DROPPED = "in_flight", "trained", "dropped"
 
 LOST_IN_CRASH = "lost_in_crash"
 ORPHANED = "orphaned_by_restore"
+WASTED = "attempt_begun_again"
+"""Of tokens alone: their episode was begun again after its environment's process died."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
@@ -38,6 +40,7 @@ CREATE TABLE IF NOT EXISTS episodes (
     state TEXT NOT NULL,            -- in_flight | trained | dropped
     reason TEXT,                    -- of the drop
     tokens INTEGER NOT NULL DEFAULT 0,
+    wasted INTEGER NOT NULL DEFAULT 0,  -- tokens of attempts that were begun again
     admitted_version INTEGER NOT NULL,
     version_min INTEGER,            -- of its tokens
     version_max INTEGER,
@@ -71,6 +74,7 @@ _ADMIT = (
     " VALUES (?, ?, ?, ?, ?, 'in_flight', ?, ?)"
 )
 _RECEIVE = "UPDATE episodes SET tokens = tokens + ? WHERE id = ?"
+_WASTE = "UPDATE episodes SET tokens = tokens - ?, wasted = wasted + ? WHERE id = ?"
 _DROP = "UPDATE episodes SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'"
 _TRAIN = (
     "UPDATE episodes SET state = 'trained', version_min = ?, version_max = ?, trained_at = ?, produced = ?,"
@@ -144,11 +148,15 @@ class Ledger:
 
     def sums(self) -> dict[str, Any]:
         """The ledger's sums over episodes and over tokens."""
-        rows = self.query("SELECT state, reason, COUNT(*), SUM(tokens) FROM episodes GROUP BY state, reason")
+        rows = self.query(
+            "SELECT state, reason, COUNT(*), SUM(tokens), SUM(wasted) FROM episodes GROUP BY state, reason"
+        )
         episodes, tokens = _Sums(), _Sums()
-        for state, reason, count, token_count in rows:
+        for state, reason, count, token_count, wasted in rows:
             episodes.add(state, reason, count)
             tokens.add(state, reason, token_count)
+            if wasted:
+                tokens.add(DROPPED, WASTED, wasted)
         return {**episodes.as_dict(), "tokens": tokens.as_dict()}
 
     def next_version(self) -> int:
@@ -223,6 +231,13 @@ class Journal:
             self._tokens[episode] += tokens
             self.tokens_received += tokens
             self._pending.append((_RECEIVE, (tokens, episode)))
+
+    def waste(self, episode: str, tokens: int) -> None:
+        """Tokens received for an episode will not be part of it."""
+        if tokens and episode in self._tokens:
+            self._tokens[episode] -= tokens
+            self.tokens_dropped += tokens
+            self._pending.append((_WASTE, (tokens, tokens, episode)))
 
     def drop(self, episode: str, reason: str) -> None:
         self.tokens_dropped += self._leave(episode)

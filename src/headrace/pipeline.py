@@ -214,6 +214,7 @@ class Pipeline:
             seed=_episode_seed(self.config.seed, group.ticket.sequence, index),
             engine=parts.engines,  # type: ignore[arg-type]
             on_tokens=lambda count: parts.journal.receive(name, count),
+            on_wasted=lambda count: parts.journal.waste(name, count),
         )
         episode = await parts.rollouts.run(request)
         if episode.failure is None:

@@ -267,27 +267,38 @@ class WeightVersion(Record):
 
 _PRELUDE = struct.Struct("<4sHHQIIQ")
 _MAGIC = b"HDRC"
-_COLUMN = 1
+_COLUMN, _RECORD = 1, 2
 _ALIGN = 16
 PRELUDE_BYTES = _PRELUDE.size
 
 
+class Nested:
+    """A message of any kind as a field of another: an envelope's content."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: Any):
+        self.record = record
+
+
 def encode(record: Any) -> bytearray:
     """The record as one self-contained message."""
-    kind = type(record).__name__
-    if _KINDS.get(kind) is not type(record):
-        raise RecordError("only registered message kinds travel", kind, "decorate the class with @message")
+    kind = _kind(record)
     columns: list[np.ndarray] = []
 
     def hook(value: Any) -> Any:
         if isinstance(value, np.ndarray):
             columns.append(np.ascontiguousarray(value))
             return msgspec.msgpack.Ext(_COLUMN, struct.pack("<I", len(columns) - 1))
+        if isinstance(value, Nested):
+            inside = (_kind(value.record), msgspec.Raw(encoder.encode(value.record)))
+            return msgspec.msgpack.Ext(_RECORD, msgspec.msgpack.encode(inside))
         if isinstance(value, np.generic):
             return value.item()
         raise RecordError("a record holds plain values, records and NumPy columns", type(value).__name__)
 
-    body = msgspec.msgpack.Encoder(enc_hook=hook).encode(record)
+    encoder = msgspec.msgpack.Encoder(enc_hook=hook)
+    body = encoder.encode(record)
     # A column's place depends on the header's length, which depends on the places: count from after the header.
     table, offset = [], 0
     for column in columns:
@@ -302,6 +313,13 @@ def encode(record: Any) -> bytearray:
     checksum = zlib.crc32(memoryview(out)[PRELUDE_BYTES:])
     _PRELUDE.pack_into(out, 0, _MAGIC, FORMAT_VERSION, 0, len(out) - PRELUDE_BYTES, checksum, len(header), 0)
     return out
+
+
+def _kind(record: Any) -> str:
+    kind = type(record).__name__
+    if _KINDS.get(kind) is not type(record):
+        raise RecordError("only registered message kinds travel", kind, "decorate the class with @message")
+    return kind
 
 
 def body_length(prelude: bytes | bytearray | memoryview) -> int:
@@ -332,15 +350,24 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         kind, raw, table = _HEADER.decode(body[:header_length])
         start = -(-(PRELUDE_BYTES + header_length) // _ALIGN) * _ALIGN - PRELUDE_BYTES
         columns = [_column(body, start + offset, dtype, shape) for dtype, shape, offset in table]
-        cls = _KINDS.get(kind)
-        if cls is None:
-            raise CorruptMessage("the message's kind is known", kind, "import the module that defines it")
-        hook = lambda code, payload: columns[struct.unpack("<I", payload)[0]]  # noqa: E731
-        return msgspec.msgpack.Decoder(cls, ext_hook=hook).decode(raw)
+
+        def hook(code: int, payload: memoryview) -> Any:
+            if code == _COLUMN:
+                return columns[struct.unpack("<I", payload)[0]]
+            return Nested(build(*_INSIDE.decode(payload)))
+
+        def build(kind: str, raw: msgspec.Raw) -> Any:
+            cls = _KINDS.get(kind)
+            if cls is None:
+                raise CorruptMessage("the message's kind is known", kind, "import the module that defines it")
+            return msgspec.msgpack.Decoder(cls, ext_hook=hook).decode(raw)
+
+        return build(kind, raw)
     except (msgspec.DecodeError, IndexError, ValueError, TypeError) as error:
         raise CorruptMessage("the message's header describes its record", str(error)) from error
 
 
+_INSIDE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
 _HEADER = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw, list[tuple[str, tuple[int, ...], int]]])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,16 @@ class Tokenizer:
     @cached_property
     def _template(self) -> Any:
         file = self._folder / "chat_template.jinja"
-        source = file.read_text() if file.exists() else self._config.get("chat_template")
+        source = file.read_text(encoding="utf-8") if file.exists() else self._config.get("chat_template")
         if not isinstance(source, str):
             return None
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
         environment.globals["raise_exception"] = _raise
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         environment.filters["tojson"] = lambda value, **kw: json.dumps(value, ensure_ascii=False, **kw)
         return environment.from_string(source)
 
@@ -79,7 +83,7 @@ class Tokenizer:
 
     def _json(self, name: str) -> dict[str, Any]:
         file = self._folder / name
-        return json.loads(file.read_text()) if file.exists() else {}
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
 
 
 def _raise(text: str) -> None:

@@ -23,10 +23,9 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from headrace import records
-from headrace.errors import ComponentDied, EpisodeFailure
+from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
 from headrace.ipc import ORPHANED, Channel, Peer, Stop
-from headrace.records import Record, message
+from headrace.records import Nested, Record, message
 
 _CANCEL_GRACE_S = 1.0
 _THREADS = 32
@@ -36,19 +35,19 @@ _THREADS = 32
 class Ready(Record):
     """The worker has loaded the user's code. `body` is what the role wants the controller to know."""
 
-    body: bytes = b""
+    body: Nested | None = None
 
 
 @message
 class Job(Record):
     id: int
-    body: bytes
+    body: Nested
 
 
 @message
 class Done(Record):
     id: int
-    body: bytes
+    body: Nested
 
 
 @message
@@ -62,13 +61,13 @@ class JobFailed(Record):
 class Ask(Record):
     id: int
     number: int
-    body: bytes
+    body: Nested
 
 
 @message
 class Answer(Record):
     number: int
-    body: bytes = b""
+    body: Nested | None = None
     reason: str = ""
     """Why there is no body."""
     detail: str = ""
@@ -111,7 +110,7 @@ class _Worker:
         peer.on_message = self._received
         peer.died.add_done_callback(self._died)
 
-    async def run(self, job_id: int, body: bytes, respond: Respond | None, timeout_s: float, kind: str) -> Any:
+    async def run(self, job_id: int, body: Nested, respond: Respond | None, timeout_s: float, kind: str) -> Any:
         if self.gone:
             raise _Gone(self.gone)
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -160,7 +159,7 @@ class _Worker:
     def _received(self, record: Any) -> None:
         if isinstance(record, Ready):
             if not self.ready.done():
-                self.ready.set_result(records.decode(record.body) if record.body else None)
+                self.ready.set_result(record.body.record if record.body else None)
         elif isinstance(record, Cancelled):
             future = self.cancelled.get(record.id)
             if future is not None and not future.done():
@@ -175,14 +174,13 @@ class _Worker:
             job = self.jobs.get(record.id)
             if job is not None and not job[0].done():
                 if isinstance(record, Done):
-                    job[0].set_result(records.decode(record.body))
+                    job[0].set_result(record.body.record)
                 else:
                     job[0].set_exception(EpisodeFailure(record.reason, record.detail))
 
     async def _respond(self, ask: Ask, respond: Respond) -> None:
         try:
-            body = records.encode(await respond(records.decode(ask.body)))
-            answer = Answer(number=ask.number, body=bytes(body))
+            answer = Answer(number=ask.number, body=Nested(await respond(ask.body.record)))
         except EpisodeFailure as failure:
             answer = Answer(number=ask.number, reason=failure.reason, detail=failure.detail)
         except ComponentDied as died:
@@ -229,15 +227,20 @@ class Pool:
     async def start(self) -> None:
         self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._count))))
 
-    async def run(self, body: Any, respond: Respond | None = None) -> Any:
-        """The job's result. Raises EpisodeFailure when the user's code fails, hangs or kills its process."""
-        data = bytes(records.encode(body))
+    async def run(self, body: Any, respond: Respond | None = None, again: Callable[[], None] | None = None) -> Any:
+        """The job's result. Raises EpisodeFailure when the user's code fails, hangs or kills its process.
+
+        `again` is called before a second attempt: what the first one asked for is void.
+        """
+        data = Nested(body)
         async with self._slots:
             worker = await self._least_loaded()
             try:
                 return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
             except _Gone:
                 self._repair(worker)
+        if again is not None:
+            again()
         async with self._quarantine:
             if self._alone is None or self._alone.gone:
                 self._alone = await self._new()
@@ -255,8 +258,13 @@ class Pool:
 
     async def _new(self) -> _Worker:
         worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"))
-        async with asyncio.timeout(self._start_s):
-            greeting = await worker.ready
+        try:
+            async with asyncio.timeout(self._start_s):
+                greeting = await worker.ready
+        except TimeoutError:
+            await worker.end("timeout")
+            whom = f"{worker.peer.name} to load the user's code"
+            raise DeadlineExceeded("the controller", whom, self._start_s, "limits.start_s, or that code") from None
         self.greeting = self.greeting or greeting
         return worker
 
@@ -341,7 +349,7 @@ class _Server:
     async def serve(self, sock: socket.socket, greeting: Any) -> None:
         channel = await Channel.open(sock, self._received, lambda exc: os._exit(ORPHANED))
         self._channel = channel
-        channel.send(Ready(body=bytes(records.encode(greeting)) if greeting is not None else b""))
+        channel.send(Ready(body=Nested(greeting) if greeting is not None else None))
         await self._done.wait()
 
     def _send(self, record: Any) -> None:
@@ -356,8 +364,8 @@ class _Server:
             if future is not None and not future.done():
                 if record.reason:
                     future.set_exception(EpisodeFailure(record.reason, record.detail))
-                else:
-                    future.set_result(records.decode(record.body))
+                elif record.body is not None:
+                    future.set_result(record.body.record)
         elif isinstance(record, Cancel):
             task = self._tasks.pop(record.id, None)
             if task is not None:
@@ -373,12 +381,12 @@ class _Server:
             number = next(self._numbers)
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._asked[number] = future
-            self._send(Ask(id=job.id, number=number, body=bytes(records.encode(body))))
+            self._send(Ask(id=job.id, number=number, body=Nested(body)))
             return await future
 
         try:
-            result = await self._handler(records.decode(job.body), ask)
-            self._send(Done(id=job.id, body=bytes(records.encode(result))))
+            result = await self._handler(job.body.record, ask)
+            self._send(Done(id=job.id, body=Nested(result)))
         except EpisodeFailure as failure:
             self._send(JobFailed(id=job.id, reason=failure.reason, detail=failure.detail))
         except Exception as error:

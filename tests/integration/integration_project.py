@@ -37,6 +37,18 @@ async def troubled(task, attempt):
         return float("nan")
     return score(task, attempt)
 
+class Fragile:
+    """Kills its process now and then, after the policy has answered."""
+
+    def __init__(self):
+        self.rest = 20
+
+    async def rollout(self, task, policy):
+        await policy.sample(task.prompt)
+        self.rest -= 1
+        if self.rest == 0:
+            os._exit(9)
+
 def stuck(task, attempt):
     """Blocks in a thread that cannot be interrupted."""
     if task.id == "t3":

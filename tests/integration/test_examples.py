@@ -25,7 +25,7 @@ BOUND = 2
 
 
 @pytest.fixture(scope="session")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder like the repository's root, with the quickstart's model made."""
     folder = tmp_path_factory.mktemp("project")
     (folder / "examples").symlink_to(ROOT / "examples")
@@ -40,11 +40,11 @@ def call(folder: Path, *command: str) -> str:
     return done.stdout
 
 
-def train(project: Path, run: str, *overrides: str) -> Path:
+def train(checkout: Path, run: str, *overrides: str) -> Path:
     sets = [word for override in (*SHORT, *overrides) for word in ("--set", override)]
     headrace = [sys.executable, "-m", "headrace.cli.main"]
-    call(project, *headrace, "train", "examples/quickstart/quickstart.toml", *sets, "--run", f"runs/{run}")
-    return project / "runs" / run
+    call(checkout, *headrace, "train", "examples/quickstart/quickstart.toml", *sets, "--run", f"runs/{run}")
+    return checkout / "runs" / run
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -77,22 +77,22 @@ def test_an_example_is_short(name: str, most: int) -> None:
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("7 2 1 3 = 3", 1.0),
-        ("= 3", 0.8),
-        ("7 2 = 3", 0.9),  # two of four positions shown
-        ("7 2 1 4 = 4", 0.15),  # three of four right, then a wrong answer
-        ("3", 0.0),
+        ("Fri Mon Tue Sat Tue = Tue", 1.0),
+        ("= Tue", 0.8),
+        ("Fri Mon = Tue", 0.88),  # two of five days shown
+        ("Fri Mon Tue Sat Wed = Wed", 0.16),  # four of five right, then a wrong answer
+        ("Tue", 0.0),
     ],
 )
 def test_the_scorer_gives_the_reward_its_docstring_says(text: str, reward: float) -> None:
     score = resolve(f"{ROOT}/examples/my_scorer.py:score")
-    task = Task(id="0", prompt="+7 +5 +9 +2 . . . . . . . . ?", answer="3")
+    task = Task(id="0", prompt="Wed +2 +3 +1 +4 +3 . . . . . ?", answer="Tue")
     turn = AttemptTurn(prompt="", text=text, tokens=[], stop="stop")
     assert score(task, Attempt(turns=[turn])).reward == pytest.approx(reward)
 
 
-def test_a_scorer_of_ones_own_gives_the_rewards_that_are_trained_on(project: Path) -> None:
-    run = train(project, "mine", "scorer.source=examples/my_scorer.py:score")
+def test_a_scorer_of_ones_own_gives_the_rewards_that_are_trained_on(checkout: Path) -> None:
+    run = train(checkout, "mine", "scorer.source=examples/my_scorer.py:score")
     assert_finished(run, admitted=6 * 8 * 8)
     for episode in episodes(run):
         metrics = episode["metrics"]
@@ -101,10 +101,12 @@ def test_a_scorer_of_ones_own_gives_the_rewards_that_are_trained_on(project: Pat
     assert {episode["metrics"]["right"] for episode in episodes(run)} == {0.0, 1.0}
 
 
-def test_an_environment_of_ones_own_asks_again_after_a_wrong_answer(project: Path) -> None:
-    run = train(project, "second", "environment.source=examples/my_environment.py:SecondChance")
+def test_an_environment_of_ones_own_asks_again_after_a_wrong_answer(checkout: Path) -> None:
+    run = train(
+        checkout, "second", "engine.max_context=64", "environment.source=examples/my_environment.py:SecondChance"
+    )
     assert_finished(run, admitted=6 * 8 * 8)
-    question = Tokenizer(project / "runs/quickstart-model").encode("?")
+    question = Tokenizer(checkout / "runs/quickstart-model").encode("?")
     found = {1.0: 0, 0.0: 0}
     for episode in episodes(run):
         first_right = episode["metrics"]["first_right"]
@@ -115,20 +117,20 @@ def test_an_environment_of_ones_own_asks_again_after_a_wrong_answer(project: Pat
     assert min(found.values()) > 0
 
 
-def test_a_run_from_python_uses_the_scripts_own_classes(project: Path) -> None:
-    out = call(project, sys.executable, "examples/library.py", *SHORT)
-    run = project / "runs/library"
+def test_a_run_from_python_uses_the_scripts_own_classes(checkout: Path) -> None:
+    out = call(checkout, sys.executable, "examples/library.py", *SHORT)
+    run = checkout / "runs/library"
     assert_finished(run, admitted=6 * 8 * 8)
     assert out.startswith("accuracy 0.")
     assert "library.py:LastCall" in (run / "config.toml").read_text()
-    assert all(len(turn["tokens"]) <= 15 for episode in episodes(run) for turn in episode["turns"])
+    assert all(len(turn["tokens"]) <= 10 for episode in episodes(run) for turn in episode["turns"])
 
 
-def test_the_loop_of_primitives_learns_within_the_bound(project: Path) -> None:
-    out = call(project, sys.executable, "examples/loop.py", "20")
+def test_the_loop_of_primitives_learns_within_the_bound(checkout: Path) -> None:
+    out = call(checkout, sys.executable, "examples/loop.py", "30")
     found = re.findall(r"^step +(\d+) .* reward ([\d.]+) .* staleness at most (\d+)$", out, re.MULTILINE)
     steps, rewards, staleness = ([float(value) for value in column] for column in zip(*found, strict=True))
-    assert steps == list(range(1, 21))
+    assert steps == list(range(1, 31))
     assert all(0 <= reward <= 1 for reward in rewards)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
     assert staleness[0] == 0

@@ -11,6 +11,7 @@ import time
 import pytest
 from integration_project import Project, wait_until
 
+from headrace.telemetry.episodes import read_episodes
 from headrace.telemetry.metrics import METRIC_KEYS
 
 
@@ -138,6 +139,39 @@ def test_a_scorer_that_fails_in_any_way_costs_its_episodes_only(project):
         reasons = dict(db.execute("SELECT DISTINCT task, reason FROM episodes WHERE state = 'dropped'").fetchall())
     assert reasons == {"t1": "scorer_error", "t3": "scorer_crash", "t5": "scorer_timeout", "t7": "bad_reward"}
     assert_sound(project, steps=15)
+
+
+def test_what_a_dying_environment_had_sampled_is_wasted_and_not_trained_on(project):
+    summary = project.train("--set", "environment.source=user.py:Fragile", "--set", "training.steps=6")
+    turns = [len(stored.episode.turns) for stored in read_episodes(project.run)]
+    assert set(turns) == {1}
+    assert len(turns) == summary["ledger"]["trained"]
+    assert summary["ledger"]["tokens"]["dropped"]["attempt_begun_again"] > 0
+    assert project.audit("--recompute", "10")["ok"]
+
+
+def test_a_task_file_with_a_bad_line_is_refused_as_bad_input(project):
+    (project.path / "tasks.jsonl").write_text('{"prompt": "w1"}\n{"prompt": \n')
+    (project.path / "config.toml").write_text(
+        (project.path / "config.toml")
+        .read_text()
+        .replace('"python"\nsource = "user.py:tasks"', '"jsonl"\npath = "tasks.jsonl"')
+    )
+    done = project.headrace("train", "config.toml")
+    assert done.returncode == 2
+    assert "tasks.jsonl:2" in done.stderr
+    assert project.children() == {}
+
+
+def test_a_scorer_that_does_not_load_in_time_is_named(project):
+    slow = "\nimport time\nclass Slow:\n    def __init__(self):\n        time.sleep(60)\n"
+    (project.path / "user.py").write_text((project.path / "user.py").read_text() + slow)
+    done = project.headrace(
+        "train", "config.toml", "--set", "scorer.source=user.py:Slow", "--set", "limits.start_s=8"
+    )
+    assert done.returncode == 1
+    assert "the controller waited 8.0 s for scorer-1 to load the user's code" in done.stderr
+    assert project.children() == {}
 
 
 def test_a_scorer_stuck_in_a_thread_costs_its_episodes_only(project):

@@ -179,3 +179,15 @@ def test_a_turns_context_follows_its_parents_tokens():
     assert episode.full_context(0).tolist() == [5, 6, 7]
     assert episode.full_context(1).tolist() == [5, 6, 7, 0, 1, 2, 5, 6, 7]
     assert (episode.num_tokens, episode.version_min, episode.version_max) == (5, 7, 7)
+
+
+def test_a_message_inside_another_keeps_its_columns():
+    @records.message
+    class Envelope(records.Record):
+        inside: records.Nested
+        extra: np.ndarray
+
+    sent = Envelope(inside=records.Nested(full_batch()), extra=np.arange(5))
+    back = decode(bytes(encode(sent)))
+    assert same(back.inside.record, full_batch())
+    assert back.extra.tolist() == [0, 1, 2, 3, 4]

@@ -136,7 +136,7 @@ def check_stored(ledger: Ledger, stored: Iterable[Trained], *, bound: int | None
         if produced != item.produced_version:
             continue  # trained into weights that a restore orphaned; the row belongs to what came after
         kept = (episode.version_min, episode.version_max, item.trained_version)
-        if state == TRAINED and (kept != (low, high, trained_at) or tokens < episode.num_tokens):
+        if state == TRAINED and (kept != (low, high, trained_at) or tokens != episode.num_tokens):
             what = (
                 f"stored: {kept}, {episode.num_tokens} tokens; in the ledger: {(low, high, trained_at)}, {tokens}"
             )

@@ -80,7 +80,7 @@ def choose(
         taken.update(ready[: max(0, short)])
         if short > len(ready):
             unfinished = [i for i in range(oldest) if finished[i] is None and i not in late]
-            late.update(unfinished[: short - len(ready) - len(late)])
+            late.update(unfinished[: max(0, short - len(ready) - len(late))])
     if late:
         return Choice(late=tuple(sorted(late)))
     for i in by_finish:

@@ -11,7 +11,7 @@ import socket
 import sys
 from typing import Any
 
-from headrace.ipc import FrameReader
+from headrace import records
 from headrace.records import Record, message
 
 
@@ -31,11 +31,20 @@ def main() -> None:
 
 
 def _first_message(sock: socket.socket) -> Begin:
-    reader = FrameReader()
-    while data := sock.recv(1 << 16):
-        if found := reader.feed(data):
-            return found[0]
-    sys.exit("the controller has gone")
+    """Not a byte more: what follows is for the entry, whose module defines its kinds."""
+    prelude = _read(sock, records.PRELUDE_BYTES)
+    begin: Begin = records.decode(prelude + _read(sock, records.body_length(prelude)))
+    return begin
+
+
+def _read(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        part = sock.recv(size - len(data))
+        if not part:
+            sys.exit("the controller has gone")
+        data += part
+    return data
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ from typing import Any
 import msgspec
 
 from headrace.buffer.memory import MemoryBuffer
-from headrace.config.dump import dump_config
 from headrace.config.load import check_config
 from headrace.config.run import RunConfig
 from headrace.engine.pool import EnginePool
 from headrace.engine.remote import EngineReady, RemoteEngine
 from headrace.errors import ConfigError
 from headrace.ledger import Change, Journal, Ledger
+from headrace.orchestration.folder import prepare
 from headrace.orchestration.processes import ready, spawn
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
@@ -68,11 +68,8 @@ def train(
         config = _replace(config, "scorer", _reference(scorer))
     check_config(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
-    if not resume:
-        place.make()
-    place.hold()
+    prepare(place, config, resume=resume, overwrite=False)
     try:
-        place.config.write_text(dump_config(config), encoding="utf-8")
         return run(config, place.path, resume=resume, progress=progress)
     finally:
         place.release()

@@ -65,6 +65,8 @@ class EpisodeRequest:
     """Instead of the environment's own."""
     on_tokens: Callable[[int], None] = field(default=lambda count: None)
     """Told of tokens when they are received."""
+    on_wasted: Callable[[int], None] = field(default=lambda count: None)
+    """Told of received tokens that will not be part of the episode."""
 
 
 class Rollouts(Protocol):

@@ -17,7 +17,7 @@ class JsonlTasks(Config, tag="jsonl", tag_field="type"):
 
 
 class ReasoningGymTasks(Config, tag="reasoning_gym", tag_field="type"):
-    """Tasks of a `reasoning-gym` dataset. Its own verifier is the scorer of type "reasoning_gym"."""
+    """Tasks of a `reasoning-gym` dataset. Its own verifier is `headrace.scoring.rules:ReasoningGym`."""
 
     dataset: str
     """The dataset's name, such as "chain_sum"."""
@@ -52,7 +52,7 @@ class EnvironmentConfig(Config):
     """What turns a task into an episode, in worker processes of its own."""
 
     source: str = "headrace.rollout.single_turn:SingleTurn"
-    """The environment's class: "module:Name" or "file.py:Name"."""
+    """The environment's class, or a function `rollout(task, policy)`: "module:Name" or "file.py:Name"."""
     options: dict[str, Any] = {}
     """Keyword arguments of its constructor."""
     sampling: SamplingConfig = SamplingConfig()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from headrace.errors import ConfigError, MissingExtra
+from headrace.ipc import Failed
 from headrace.records import Record, Task, message
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
@@ -17,19 +19,17 @@ from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, 
 
 @message
 class TaskList(Record):
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...] = ()
+    problem: Failed | None = None
+    """Why there are none."""
 
 
 def load_tasks(config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:
     """All tasks of a source, at most `limit`. Runs users' code: call it in a worker."""
-    tasks: list[Task] = []
-    for task in _source(config):
-        if limit is not None and len(tasks) >= limit:
-            break
-        tasks.append(_task(task, len(tasks)))
+    tasks = tuple(_task(task, index) for index, task in enumerate(islice(_source(config), limit)))
     if not tasks:
         raise ConfigError("a task source has at least one task", repr(config), "check the file or function")
-    return tuple(tasks)
+    return tasks
 
 
 def _source(config: TaskConfig) -> Iterator[Any]:
@@ -47,7 +47,7 @@ def _source(config: TaskConfig) -> Iterator[Any]:
 
 
 def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -25,7 +25,8 @@ import msgspec
 import numpy as np
 
 from headrace.engine.base import SampleRequest
-from headrace.errors import EpisodeFailure
+from headrace.errors import EpisodeFailure, InputError
+from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
 from headrace.references import resolve
 from headrace.rollout.base import Completion, EpisodeRequest
@@ -87,7 +88,10 @@ class _Episodes:
 
     async def handle(self, body: Any, ask: AskController) -> Any:
         if isinstance(body, LoadTasks):
-            return TaskList(tasks=load_tasks(msgspec.msgpack.decode(body.config, type=TaskConfig), body.limit))
+            try:
+                return TaskList(tasks=load_tasks(msgspec.msgpack.decode(body.config, type=TaskConfig), body.limit))
+            except InputError as error:
+                return TaskList(problem=error_to_record(0, error))
         assert isinstance(body, RunEpisode)
         policy = _WorkerPolicy(self._config, self._tokenizer, ask)
         if inspect.iscoroutinefunction(self._rollout):
@@ -155,6 +159,8 @@ class WorkerRollouts:
 
     async def tasks(self, config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:
         reply = await self._pool.run(LoadTasks(config=msgspec.msgpack.encode(config), limit=limit))
+        if reply.problem is not None:
+            raise error_from_record(reply.problem)
         return reply.tasks
 
     async def run(self, request: EpisodeRequest) -> Episode:
@@ -163,7 +169,7 @@ class WorkerRollouts:
         self._running[request.id] = recorder
         failure, detail, metrics = None, "", {}
         try:
-            end = await self._pool.run(RunEpisode(task=request.task), recorder.sample)
+            end = await self._pool.run(RunEpisode(task=request.task), recorder.sample, recorder.begin_again)
             metrics = end.metrics
             if recorder.cut_short:
                 failure = "late"
@@ -200,6 +206,7 @@ class _Recorder:
         self._request = request
         self._sampling = sampling
         self._open: set[int] = set()
+        self._attempt = 1
 
     async def sample(self, call: SampleCall) -> SampleReply:
         if self.cut_short:
@@ -216,18 +223,32 @@ class _Recorder:
             stop_strings=call.stop_strings,
             seed=_turn_seed(self._request.seed, len(self.turns)),
         )
+        attempt = self._attempt
         self._open.add(request.id)
         try:
             turn = await self._request.engine.sample(request)
         finally:
             self._open.discard(request.id)
         self._request.on_tokens(len(turn.tokens))
+        if attempt != self._attempt:
+            self._request.on_wasted(len(turn.tokens))
+            raise EpisodeFailure("abandoned")
         self.turns.append(msgspec.structs.replace(turn, context=call.context, parent=call.parent))
         return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
 
     def cut(self) -> None:
         self.cut_short = True
-        for request_id in self._open:
+        self._end_open()
+
+    def begin_again(self) -> None:
+        """The environment's process died: what it had sampled is void, and its tokens are wasted."""
+        self._attempt += 1
+        self._request.on_wasted(sum(len(turn.tokens) for turn in self.turns))
+        self.turns.clear()
+        self._end_open()
+
+    def _end_open(self) -> None:
+        for request_id in list(self._open):
             self._request.engine.cut(request_id)
 
 

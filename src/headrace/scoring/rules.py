@@ -34,7 +34,8 @@ class ExactMatch:
         if not matches:
             return None
         last = matches[-1]
-        return (last.group(1) if last.re.groups else last.group(0)).strip()
+        found = last.group(1 if last.re.groups else 0)
+        return None if found is None else found.strip()
 
 
 class MathVerify:

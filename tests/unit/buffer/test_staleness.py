@@ -53,6 +53,11 @@ def test_an_unfinished_group_that_is_due_is_late():
     assert choose([0, 9, 9], [None, 0, 1], batch=2, version=0, window=None) == Choice(late=(0,))
 
 
+def test_no_more_groups_are_late_than_the_batch_lacks():
+    late = choose([0] * 4 + [1] * 3, [0] + [None] * 6, batch=4, version=0, window=None)
+    assert late == Choice(late=(1, 2, 3))
+
+
 def test_the_window_hides_younger_groups():
     assert choose([9, 9, 9], [None, 0, 1], batch=2, version=0, window=2) == Choice()
     assert choose([9, 9, 9], [None, 0, 1], batch=2, version=0, window=3) == Choice(take=(1, 2))

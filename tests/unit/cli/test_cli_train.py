@@ -23,6 +23,7 @@ SUMMARY: dict[str, Any] = {
     "eval_before": 0.125,
     "eval_after": 0.875,
     "staleness_max": 2,
+    "finished": True,
     "ledger": {"admitted": 640, "trained": 600, "in_flight": 0, "dropped": {"run_finished": 40}},
 }
 

@@ -139,7 +139,7 @@ def test_an_endless_function_is_read_up_to_the_limit(source):
 
 
 def test_a_function_that_returns_no_tasks_is_refused(source):
-    with pytest.raises(ConfigError, match="returns or yields tasks .*'int'"):
+    with pytest.raises(ConfigError, match=r"returns or yields tasks .*'int'"):
         load_tasks(PythonTasks(source=f"{source}:broken"))
     with pytest.raises(ConfigError, match="at least one task"):
         load_tasks(PythonTasks(source=f"{source}:empty"))

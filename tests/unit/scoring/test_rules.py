@@ -24,7 +24,7 @@ def task(answer: str | None) -> Task:
 
 @pytest.mark.parametrize(
     ("text", "answer", "reward"),
-    [("42", "42", 1), (" 42\n", "42 ", 1), ("42.", "42", 0), ("", "42", 0), ("Yes", "yes", 0), ("", None, 1)],
+    [("42", "42", 1), (" 42\n", "42 ", 1), ("42.", "42", 0), ("", "42", 0), ("Yes", "yes", 0)],
 )
 def test_the_whole_text_is_the_answer_without_a_pattern(text, answer, reward):
     assert ExactMatch().score(task(answer), said(text)) == reward
@@ -39,6 +39,7 @@ def test_the_whole_text_is_the_answer_without_a_pattern(text, answer, reward):
         (r"answer: (\d+)", "the answer is 42", 0),
         (r"<a>(.*?)</a>", "<a>42 </a>", 1),
         (r"(?:is|=) *(\d+)(\.)?", "x = 42.", 1),
+        (r"answer:(?: (\d+))?", "answer: 42, or answer: none", 0),
     ],
 )
 def test_the_last_match_of_the_pattern_is_the_answer(pattern, text, reward):

@@ -1,0 +1,58 @@
+"""A run's folder before the run: made or taken up again, held, and with the resolved configuration in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from headrace.config.base import Config
+from headrace.config.dump import dump_config
+from headrace.config.load import read_config
+from headrace.config.run import RunConfig
+from headrace.errors import ConfigError, RunFolderError
+from headrace.telemetry.folder import RunFolder
+
+MAY_CHANGE = ("training.steps", "evaluation", "limits", "recording", "name")
+"""What a resumed run may set differently; everything else it keeps."""
+
+
+def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> None:
+    """The run's folder, held by this process, with the resolved configuration in it."""
+    if resume:
+        if not run.exists():
+            raise RunFolderError(
+                "--resume continues a run that has begun, and this folder holds none",
+                str(run.path),
+                "leave --resume out to begin one, or name the run's folder with --run DIR",
+            )
+        refuse_other_run(read_config(run.config), config)
+    else:
+        run.make(overwrite=overwrite)
+    run.hold()
+    run.config.write_text(dump_config(config), encoding="utf-8")
+
+
+def refuse_other_run(stored: RunConfig, given: RunConfig) -> None:
+    """A resumed run keeps its configuration, apart from `MAY_CHANGE`."""
+    changed = [
+        (key, before, after)
+        for key, before, after in differences(stored, given)
+        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
+    ]
+    if changed:
+        raise ConfigError(
+            f"a resumed run keeps its configuration, apart from {', '.join(MAY_CHANGE)}",
+            ", ".join(f"{key}: {before!r} became {after!r}" for key, before, after in changed),
+            "restore these values, or begin a new run with --run DIR",
+        )
+
+
+def differences(one: Config, other: Config, prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted keys whose values differ, with both values."""
+    found: list[tuple[str, Any, Any]] = []
+    for name in one.__struct_fields__:
+        left, right = getattr(one, name), getattr(other, name)
+        if isinstance(left, Config) and type(left) is type(right):
+            found += differences(left, right, f"{prefix}{name}.")
+        elif left != right:
+            found.append((prefix + name, left, right))
+    return found
