@@ -52,11 +52,16 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
+                task = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ConfigError(
                     "each line of a task file is one JSON object", f"{path}:{number}: {error}"
                 ) from None
+            if not isinstance(task, dict) or "prompt" not in task:
+                raise ConfigError(
+                    'each line of a task file has a "prompt"', f"{path}:{number}", "see docs/tasks.md"
+                )
+            yield task
 
 
 def _reasoning_gym(config: ReasoningGymTasks) -> Iterator[dict[str, Any]]:
@@ -68,8 +73,14 @@ def _reasoning_gym(config: ReasoningGymTasks) -> Iterator[dict[str, Any]]:
         dataset = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=config.seed, **config.options)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError("reasoning-gym can make this dataset", config.dataset, str(error)) from None
-    for entry in dataset:
-        yield {"prompt": entry["question"], "answer": entry.get("answer"), "reasoning_gym": entry}
+    recipe = {"dataset": config.dataset, "size": config.size, "seed": config.seed, "options": config.options}
+    for index, entry in enumerate(dataset):
+        # Not the entry itself: some verifiers tell tuples from lists, and a message does not.
+        yield {
+            "prompt": entry["question"],
+            "answer": entry.get("answer"),
+            "reasoning_gym": {**recipe, "index": index},
+        }
 
 
 def _task(value: Any, index: int) -> Task:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -22,7 +23,9 @@ class ExactMatch:
         self._ignore_case = ignore_case
 
     def score(self, task: Task, attempt: Attempt) -> float:
-        found, wanted = self._answer(attempt.text), (task.answer or "").strip()
+        if task.answer is None:
+            raise ValueError(f"task {task.id} has no answer to compare with")
+        found, wanted = self._answer(attempt.text), task.answer.strip()
         if found is not None and self._ignore_case:
             found, wanted = found.lower(), wanted.lower()
         return float(found == wanted)
@@ -59,16 +62,26 @@ class ReasoningGym:
 
     def __init__(self, pattern: str | None = r"<answer>(.*?)</answer>"):
         try:
-            from reasoning_gym.factory import get_score_answer_fn
+            import reasoning_gym
         except ImportError:
             raise MissingExtra("reasoning-gym", "reasoning-gym") from None
-        self._verifier = get_score_answer_fn
+        self._library: Any = reasoning_gym
+        self._datasets: dict[str, Any] = {}
         self._pattern = re.compile(pattern, re.DOTALL) if pattern else None
 
     def score(self, task: Task, attempt: Attempt) -> float:
-        entry = task.data["reasoning_gym"]
+        recipe = task.data["reasoning_gym"]
+        dataset = self._dataset(recipe)
         answer = attempt.text.strip()
         if self._pattern is not None:
             matches = self._pattern.findall(attempt.text)
             answer = matches[-1].strip() if matches else answer
-        return float(self._verifier(entry["metadata"]["source_dataset"])(answer=answer, entry=entry))
+        return float(dataset.score_answer(answer, dataset[recipe["index"]]))
+
+    def _dataset(self, recipe: dict[str, Any]) -> Any:
+        """The dataset a task came from, made again from its recipe: the same entries, by its seed."""
+        key = json.dumps({name: value for name, value in recipe.items() if name != "index"}, sort_keys=True)
+        if key not in self._datasets:
+            options = {"size": recipe["size"], "seed": recipe["seed"], **recipe["options"]}
+            self._datasets[key] = self._library.create_dataset(recipe["dataset"], **options)
+        return self._datasets[key]

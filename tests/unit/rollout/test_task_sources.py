@@ -53,7 +53,7 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path):
 
 @pytest.mark.parametrize("line", ['{"question": "a"}', '["prompt"]', '"prompt"', "7"])
 def test_a_line_without_a_prompt_is_refused(tmp_path, line):
-    with pytest.raises(ConfigError, match='an object with a "prompt"'):
+    with pytest.raises(ConfigError, match=r'has a "prompt".*tasks.jsonl:1'):
         load_tasks(written(tmp_path, line))
 
 
@@ -74,11 +74,13 @@ def test_a_reasoning_gym_data_set_gives_its_own_questions_and_answers():
     assert [(t.id, t.prompt, t.answer) for t in tasks] == [
         (str(i), entry["question"], entry["answer"]) for i, entry in enumerate(entries)
     ]
-    assert tasks[0].data["reasoning_gym"]["metadata"]["source_dataset"] == "chain_sum"
+    options = {"min_terms": 2, "max_terms": 2}
+    recipe = {"dataset": "chain_sum", "size": 6, "seed": 3, "options": options, "index": 5}
+    assert tasks[5].data["reasoning_gym"] == recipe
     assert len(load_tasks(config, limit=4)) == 4
 
 
-@pytest.mark.parametrize("dataset", ["knights_knaves", "family_relationships", "spell_backward", "n_queens"])
+@pytest.mark.parametrize("dataset", ["knights_knaves", "arc_agi", "spell_backward", "n_queens"])
 def test_reasoning_gym_tasks_travel_between_processes(dataset):
     tasks = load_tasks(ReasoningGymTasks(dataset=dataset, size=3))
     assert plain(decode(encode(TaskList(tasks=tasks))).tasks) == plain(tasks)

@@ -83,7 +83,9 @@ def test_mathematically_equal_answers_are_right_and_garbage_is_wrong(answer, tex
 # ── ReasoningGym ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("dataset", ["chain_sum", "knights_knaves", "spell_backward", "basic_arithmetic"])
+@pytest.mark.parametrize(
+    "dataset", ["chain_sum", "arc_agi", "rearc", "knights_knaves", "spell_backward", "basic_arithmetic"]
+)
 def test_reasoning_gym_gives_its_own_reward_also_after_the_task_has_travelled(dataset):
     tasks = load_tasks(ReasoningGymTasks(dataset=dataset, size=4, seed=1))
     for one in decode(encode(TaskList(tasks=tasks))).tasks:
