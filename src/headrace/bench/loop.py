@@ -16,6 +16,7 @@ from headrace.bench import result
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
+from headrace.errors import HeadraceError
 from headrace.orchestration.local import train
 from headrace.rollout.config import EnvironmentConfig, PythonTasks
 from headrace.scoring.config import ScorerConfig
@@ -94,7 +95,9 @@ class _Workload:
     def measure(self, name: str, *, synchronous: bool, wait_s: float) -> dict[str, Any]:
         print(f"headrace: {name} …", file=sys.stderr, flush=True)
         folder = self._scratch / name.replace(", ", "-").replace(" ", "-")
-        train(self._config(synchronous, wait_s), folder=folder, progress=sys.stderr.isatty())
+        summary = train(self._config(synchronous, wait_s), folder=folder, progress=sys.stderr.isatty())
+        if not summary["finished"]:
+            raise HeadraceError("the benchmark was stopped", name)
         lines = RunFolder(folder).read_metrics()
         first, last = lines[SKIPPED_STEPS - 1], lines[-1]
         wall = last["time_s"] - first["time_s"]
