@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,6 +26,24 @@ CASES = {
         ["scorer.source", "did you mean 'ExactMatch'?"],
     ),
     "scorer broken": (["--set", "scorer.source=broken.py:f"], ["broken.py can be imported", "division by zero"]),
+    "interval against staleness": (
+        ["--set", "sync.interval=9"],
+        [
+            "at least every buffer.max_staleness + 1 steps",
+            "sync.interval = 9, max_staleness = 2",
+            "lower sync.interval",
+        ],
+    ),
+    "no room for a prompt": (
+        ["--set", "environment.max_tokens=4096"],
+        ["leaves room for a prompt", "4096 >= 2048"],
+    ),
+    "staleness of a synchronous run": (
+        ["--set", "buffer.type=none", "--set", "buffer.max_staleness=3"],
+        ["is synchronous: its max_staleness is 0", "3"],
+    ),
+    "depth below a batch": (["--set", "buffer.depth=2"], ["holds at least one batch", "2 <"]),
+    "more survivors than members": (["--set", "training.min_group=99"], ["at most training.group_size", "99 >"]),
     "nothing to resume": (["--resume"], ["--resume continues a run that has begun", "runs/run"]),
     "resume and overwrite": (["--resume", "--overwrite"], ["resumed or overwritten, not both"]),
 }
@@ -96,3 +116,31 @@ def test_the_traceback_is_there_for_who_asks(project: Path) -> None:
     assert code == 1
     assert "Traceback" in err
     assert "buffer.depth is an integer >= 1" in err
+
+
+def empty(folder: Path) -> None:
+    for file in folder.iterdir():
+        file.unlink()
+
+
+def truncated(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def unknown(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"), [(empty, "must not be empty"), (truncated, "bytes"), (unknown, "mamba")]
+)
+def test_a_damaged_model_folder_is_refused(project: Path, damage: Callable[[Path], None], words: str) -> None:
+    damage(project.parent / "model")
+    code, _, err, seconds = call(project, "train", "run.toml")
+    assert code == 2, err
+    assert words in err
+    assert "model" in err
+    assert seconds < 2

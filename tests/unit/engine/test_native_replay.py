@@ -87,8 +87,8 @@ def test_log_probs_replay_through_swaps_in_the_middle_of_sequences(kv):
             version += 1
             publish(engine, version, kv)
 
-    turns = drive(engine, with_samplings(requests(256, seed=2)), swap_every_seventh)
-    assert sum(len(turn.tokens) for turn in turns.values()) >= 9_000
+    turns = drive(engine, with_samplings(requests(320, seed=2)), swap_every_seventh)
+    assert sum(len(turn.tokens) for turn in turns.values()) >= 10_000
     assert sum(len(set(turn.versions.tolist())) > 2 for turn in turns.values()) > 100
     assert worst_replay(turns) < TOLERANCE
 

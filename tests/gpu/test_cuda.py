@@ -1,0 +1,104 @@
+"""The same code on a GPU: run where there is one, with `python -m pytest tests/gpu`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from headrace.audit.recompute import replay_logprobs
+from headrace.engine.base import SampleRequest
+from headrace.engine.config import NativeEngineConfig
+from headrace.engine.native import NativeEngine
+from headrace.models import ModelConfig, random_model
+from headrace.records import WeightVersion
+from headrace.sync import check_manifest, open_channel, open_receiver, open_sender, verify
+
+pytestmark = pytest.mark.gpu
+
+MODEL = ModelConfig(
+    family="qwen3",
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    qk_norm=True,
+    initializer_range=0.15,
+)
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.02, 0.5)])
+@pytest.mark.parametrize("kv", ["keep", "recompute"])
+def test_log_probs_sampled_on_the_gpu_replay_there_through_swaps(dtype, mean, most, kv):
+    kind = getattr(torch, dtype)
+    models = {number: random_model(MODEL, number, dtype=kind, device="cuda") for number in range(4)}
+    config = NativeEngineConfig(device="cuda", dtype=dtype, max_context=96, max_running=64)
+    engine = NativeEngine(random_model(MODEL, 0, dtype=kind, device="cuda"), config, version=0)
+    dice, contexts, turns = np.random.default_rng(0), {}, {}
+    for i in range(192):
+        contexts[i] = dice.integers(0, 512, dice.integers(4, 24)).astype(np.int32)
+        engine.add(SampleRequest(id=i, context=contexts[i], max_tokens=60, seed=i))
+    steps = 0
+    while engine.has_work:
+        turns.update(engine.step())
+        steps += 1
+        if steps % 40 == 0 and engine.version < 3:
+            for name, parameter in models[engine.version + 1].named_parameters():
+                engine.standby[name].copy_(parameter.detach())
+            engine.swap(engine.version + 1, kv)
+    apart = np.concatenate(
+        [abs(replay_logprobs(models.__getitem__, contexts[i], turn) - turn.logprobs) for i, turn in turns.items()]
+    )
+    assert len(apart) >= 10_000
+    assert apart.mean() < mean
+    assert apart.max() < most
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_reach_a_gpu_engines_standby_bit_for_bit(dtype):
+    channel = open_channel("shared_memory", dtype)
+    sent = random_model(MODEL, 1, device="cuda")
+    standby = dict(random_model(MODEL, 2, dtype=getattr(torch, dtype), device="cuda").named_parameters())
+    standby = {name: parameter.detach() for name, parameter in standby.items()}
+    tensors = {name: parameter.detach() for name, parameter in sent.named_parameters()}
+    manifest = open_sender(channel).send(WeightVersion(number=1, parent=0, step=1), tensors)
+    check_manifest(manifest, standby)
+    open_receiver(channel).receive(manifest, standby)
+    verify(manifest, standby)
+    for name, tensor in tensors.items():
+        assert torch.equal(standby[name], tensor.to(standby[name].dtype)), name
+
+
+def test_the_quickstart_learns_on_the_gpu(tmp_path):
+    def run(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    run("examples/quickstart/prepare.py", str(tmp_path / "model"))
+    config = "examples/quickstart/quickstart.toml"
+    sets = [
+        "--set",
+        f"model.path={tmp_path / 'model'}",
+        "--set",
+        "engine.device=cuda",
+        "--set",
+        "training.device=cuda",
+    ]
+    summary = run("-m", "headrace.cli.main", "train", config, "--run", str(tmp_path / "run"), "--json", *sets)
+    assert json.loads(summary)["eval_before"] < 0.5
+    assert json.loads(summary)["eval_after"] > 0.8
+    audit = json.loads(
+        run("-m", "headrace.cli.main", "audit", str(tmp_path / "run"), "--recompute", "50", "--json")
+    )
+    assert audit["ok"]
+    assert audit["recomputed"]["max_abs_diff"] < 1e-4
