@@ -28,6 +28,7 @@ lint: $(VENV)/.installed
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/python .ci/layers.py
+	$(RUN)/python benchmarks/tables.py --check
 
 check: lint test
 

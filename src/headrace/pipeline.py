@@ -131,6 +131,7 @@ class Pipeline:
         self._published = Published(number=progress.version, seconds=0.0, pause_s=0.0)
         self._steps_done: asyncio.Queue[tuple[Batch, StepReport] | None] = asyncio.Queue()
         self._begun = 0.0
+        self._version_bytes = self._kept_bytes = 0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         parts.buffer.on_late = self._cut
 
@@ -298,7 +299,7 @@ class Pipeline:
         publish = step % config.sync.interval == 0 and not last
         judge = self._evaluates(step)
         if self._keeps(step):
-            await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
+            await self._keep(produced.number)
         if publish or judge:
             await self._settled(self._publication)
             if judge:
@@ -309,8 +310,14 @@ class Pipeline:
 
     def _keeps(self, step: int) -> bool:
         """Whether this version's weights are kept for the audit: runs of as many as one episode can span."""
-        span = (self.config.buffer.staleness_bound or 8) + 2
-        return step % self.config.recording.keep_versions_every < span
+        bound, recording = self.config.buffer.staleness_bound, self.config.recording
+        span = (8 if bound is None else bound) + 2
+        room = recording.keep_versions_gib * 2**30 - self._kept_bytes
+        return step % recording.keep_versions_every < span and self._version_bytes <= room
+
+    async def _keep(self, number: int) -> None:
+        await self.parts.trainer.keep(number, self.parts.vault.version(number))
+        self._kept_bytes += self._version_bytes
 
     def _evaluates(self, step: int) -> bool:
         every, steps = self.config.evaluation.every, self.config.training.steps
@@ -324,9 +331,10 @@ class Pipeline:
         version = WeightVersion(number=progress.version, parent=progress.parent, step=progress.step)
         if not progress.recorded:
             self.parts.journal.version(version)
-        await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
         judge = self.parts.evaluator is not None and not progress.evaluations
         await self._stage(version, rollouts=True, judge=judge)
+        if self._keeps(0):
+            await self._keep(version.number)
         await self._settled(self._publication)
 
     async def _stage(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
@@ -337,6 +345,7 @@ class Pipeline:
             engines.append(self.parts.evaluator)
             await self.parts.trainer.export(candidate)
         manifest = await self.parts.trainer.stage(version)
+        self._version_bytes = manifest.nbytes
         self._publication = self._beside(self._publish(manifest, engines))
         if judge:
             self._evaluation = self._beside(self._evaluate(version, candidate, self._publication))

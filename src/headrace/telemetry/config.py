@@ -17,4 +17,6 @@ class RecordingConfig(Config):
     keep_versions_every: Annotated[int, Meta(ge=1)] = 25
     """Every so many steps, the weights of enough consecutive versions are kept to recompute episodes' log-probs
     with `headrace audit --recompute`."""
+    keep_versions_gib: Annotated[float, Meta(ge=0)] = 2.0
+    """Most disk space for those weights; once it is used, no further ones are kept. 0 keeps none."""
     tensorboard: bool = True

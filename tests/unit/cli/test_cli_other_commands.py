@@ -187,7 +187,7 @@ def test_the_doctor_examines_the_machine(headrace: Headrace) -> None:
     import torch
 
     assert found["versions"]["python"] == sys.version.split()[0]
-    assert found["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(found["versions"]["torch"].split("+")[0])
     assert len(found["cuda"]["devices"]) == torch.cuda.device_count()
     assert found["cpu_cores"] >= 1
     assert 0 < found["memory_gib"]["available"] <= found["memory_gib"]["total"]
