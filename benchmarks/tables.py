@@ -1,4 +1,4 @@
-"""Writes docs/benchmarks.md from benchmarks/results/*.json: `python benchmarks/tables.py` (`--check` only compares)."""
+"""Writes docs/benchmarks.md from benchmarks/results/*.json; with `--check` it only compares."""
 
 from __future__ import annotations
 

@@ -222,14 +222,25 @@ class Pipeline:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")
             else:
-                episode = await parts.scorers.score(episode)
+                episode = await self._score(group, episode)
         if episode.failure is not None:
             group.drop(parts.journal, name, episode.failure)
         return episode
 
+    async def _score(self, group: _RunningGroup, episode: Episode) -> Episode:
+        if self.config.buffer.late == "wait":
+            return await self.parts.scorers.score(episode)
+        score = asyncio.ensure_future(self.parts.scorers.score(episode))
+        try:
+            await asyncio.wait({score, group.late}, return_when=asyncio.FIRST_COMPLETED)
+            return score.result() if score.done() else episode.with_(failure="late")
+        finally:
+            score.cancel()
+
     def _cut(self, ticket: Ticket) -> None:
         """The bound does not wait for this group: what is not finished of it is dropped."""
         group = self._groups[ticket.sequence]
+        group.late.set_result(None)
         for name in group.episodes:
             self.parts.rollouts.cut(name)
 
@@ -525,6 +536,8 @@ class _RunningGroup:
     work: Task
     episodes: list[str]
     gone: set[str] = field(default_factory=set)
+    late: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when what is not finished of it is to be dropped."""
     task: asyncio.Task[None] = field(init=False)
 
     def drop(self, journal: Journal, episode: str, reason: str) -> None:
