@@ -44,8 +44,10 @@ async def evaluate(
     samples: int,
     sampling: Sampling,
     seed: int,
+    concurrency: int,
 ) -> Evaluation:
-    """Sample and score every task on `engine`, whose version stands still meanwhile."""
+    """Sample and score every task on `engine`, whose version stands still meanwhile; `concurrency` at once."""
+    slots = asyncio.Semaphore(max(1, concurrency))
 
     async def attempt(task: Task, place: int, sample: int) -> Episode:
         request = EpisodeRequest(
@@ -55,8 +57,9 @@ async def evaluate(
             engine=engine,
             sampling=sampling,
         )
-        episode = await rollouts.run(request)
-        return await scorers.score(episode) if episode.failure is None else episode
+        async with slots:
+            episode = await rollouts.run(request)
+            return await scorers.score(episode) if episode.failure is None else episode
 
     work = [attempt(task, place, s) for place, task in enumerate(tasks) for s in range(samples)]
     episodes = await asyncio.gather(*work)

@@ -16,6 +16,7 @@ import os
 import queue
 import socket
 import threading
+import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -145,11 +146,15 @@ class BlockingChannel:
             return found
 
     def _read(self) -> None:
-        reader = FrameReader()
-        while data := self._recv():
-            for record in reader.feed(data):
-                if self._divert is None or not self._divert(record):
-                    self._incoming.put(record)
+        # Whatever ends the reading, a process that cannot hear must not go on.
+        try:
+            reader = FrameReader()
+            while data := self._recv():
+                for record in reader.feed(data):
+                    if self._divert is None or not self._divert(record):
+                        self._incoming.put(record)
+        except Exception:
+            traceback.print_exc()
         os._exit(ORPHANED)
 
     def _recv(self) -> bytes:
@@ -161,6 +166,13 @@ class BlockingChannel:
 
 ORPHANED = 71
 """Exit status of a child whose controller has gone."""
+
+
+@message
+class Begin(Record):
+    """The first message a child gets: what its entry is called with."""
+
+    options: dict[str, Any]
 
 
 @message

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from headrace.errors import LawBroken, RunFolderError
+from headrace.errors import DeadlineExceeded, LawBroken, RunFolderError
 from headrace.records import Batch, WeightVersion
 
 IN_FLIGHT, TRAINED, DROPPED = "in_flight", "trained", "dropped"
@@ -63,7 +63,6 @@ CREATE TABLE IF NOT EXISTS sessions (
     restored INTEGER,               -- version of the checkpoint it began from; NULL for the first
     finished INTEGER NOT NULL DEFAULT 0
 );
-CREATE TABLE IF NOT EXISTS facts (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 """
 
 Change = tuple[str, tuple[Any, ...]]
@@ -83,7 +82,6 @@ _TRAIN = (
 _VERSION = "INSERT INTO versions (number, parent, step, session) VALUES (?, ?, ?, ?)"
 _SESSION = "INSERT INTO sessions (number, started, restored) VALUES (?, ?, ?)"
 _FINISH = "UPDATE sessions SET finished = 1 WHERE number = ?"
-_FACT = "INSERT OR REPLACE INTO facts (key, value) VALUES (?, ?)"
 
 
 class Ledger:
@@ -128,10 +126,11 @@ class Ledger:
         for (number,) in db.execute("SELECT number FROM versions WHERE orphaned = 0").fetchall():
             if number not in lineage:
                 db.execute("UPDATE versions SET orphaned = 1 WHERE number = ?", (number,))
-                db.execute(
-                    "UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'trained' AND produced = ?",
-                    (ORPHANED, number),
-                )
+        db.execute(
+            "UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'trained'"
+            " AND produced IN (SELECT number FROM versions WHERE orphaned = 1)",
+            (ORPHANED,),
+        )
         (session,) = db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM sessions").fetchone()
         db.execute(_SESSION, (session, time.time(), restored))
         db.execute("COMMIT")
@@ -204,8 +203,9 @@ class Store(Protocol):
 class Journal:
     """The controller's side: sums at every instant, changes on their way to the store."""
 
-    def __init__(self, store: Store, *, session: int):
+    def __init__(self, store: Store, *, session: int, deadline_s: float = 60.0):
         self._store = store
+        self._deadline_s = deadline_s
         self._session = session
         self._tokens: dict[str, int] = {}
         self._pending: list[Change] = []
@@ -259,16 +259,19 @@ class Journal:
     def finish(self) -> None:
         self._pending.append((_FINISH, (self._session,)))
 
-    def fact(self, key: str, value: str) -> None:
-        self._pending.append((_FACT, (key, value)))
-
     async def flush(self) -> None:
         """Return when everything said so far is durable. Cancelling the wait does not cancel the writing."""
         if self._pending:
             changes, self._pending = self._pending, []
             self._last_write = asyncio.ensure_future(self._write(changes, self._last_write))
-        if self._last_write is not None:
-            await asyncio.shield(self._last_write)
+        if self._last_write is None:
+            return
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                await asyncio.shield(self._last_write)
+        except TimeoutError:
+            look_at = "the disk that holds the run's folder, or limits.commit_s"
+            raise DeadlineExceeded("the controller", "the ledger's commit", self._deadline_s, look_at) from None
 
     async def _write(self, changes: Sequence[Change], before: asyncio.Future[None] | None) -> None:
         if before is not None:

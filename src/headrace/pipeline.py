@@ -71,6 +71,10 @@ class Vault(Protocol):
 
     def version(self, number: int) -> str: ...
 
+    def kept_bytes(self) -> int:
+        """Disk space of the kept versions."""
+        ...
+
     async def choose(self, candidate: str, best: bool) -> None:
         """Keep the candidate as the best model so far, or remove it."""
         ...
@@ -122,16 +126,15 @@ class Pipeline:
         self.config = config
         self.parts = parts
         self.progress = progress
-        self.staleness_max = 0
         self._stopping = asyncio.Event()
         self._groups: dict[int, _RunningGroup] = {}
         self._failures_in_row = 0
         self._publication: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._published = Published(number=progress.version, seconds=0.0, pause_s=0.0)
-        self._steps_done: asyncio.Queue[tuple[Batch, StepReport] | None] = asyncio.Queue()
+        self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
         self._begun = 0.0
-        self._version_bytes = self._kept_bytes = 0
+        self._version_bytes = 0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         parts.buffer.on_late = self._cut
 
@@ -141,7 +144,7 @@ class Pipeline:
 
     @property
     def stopped_early(self) -> bool:
-        return self._stopping.is_set()
+        return self._stopping.is_set() and self.progress.step < self.config.training.steps
 
     async def run(self) -> None:
         """Train to the configured step, or until `stop`."""
@@ -269,7 +272,7 @@ class Pipeline:
             self.parts.journal.train(batch, produced)
             self.parts.journal.check()
             self.parts.telemetry.batch(batch, produced.number)
-            self._steps_done.put_nowait((batch, report))
+            self._steps_done.put_nowait((report, self._at_step_end()))
             await self._after_step(produced)
 
     async def _next_batch(self) -> Batch | None:
@@ -310,7 +313,7 @@ class Pipeline:
         publish = step % config.sync.interval == 0 and not last
         judge = self._evaluates(step)
         if self._keeps(step):
-            await self._keep(produced.number)
+            await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
         if publish or judge:
             await self._settled(self._publication)
             if judge:
@@ -323,12 +326,8 @@ class Pipeline:
         """Whether this version's weights are kept for the audit: runs of as many as one episode can span."""
         bound, recording = self.config.buffer.staleness_bound, self.config.recording
         span = (8 if bound is None else bound) + 2
-        room = recording.keep_versions_gib * 2**30 - self._kept_bytes
+        room = recording.keep_versions_gib * 2**30 - self.parts.vault.kept_bytes()
         return step % recording.keep_versions_every < span and self._version_bytes <= room
-
-    async def _keep(self, number: int) -> None:
-        await self.parts.trainer.keep(number, self.parts.vault.version(number))
-        self._kept_bytes += self._version_bytes
 
     def _evaluates(self, step: int) -> bool:
         every, steps = self.config.evaluation.every, self.config.training.steps
@@ -342,10 +341,11 @@ class Pipeline:
         version = WeightVersion(number=progress.version, parent=progress.parent, step=progress.step)
         if not progress.recorded:
             self.parts.journal.version(version)
-        judge = self.parts.evaluator is not None and not progress.evaluations
+        judged = any(line["step"] == progress.step for line in progress.evaluations)
+        judge = self._evaluates(progress.step) and not judged
         await self._stage(version, rollouts=True, judge=judge)
         if self._keeps(0):
-            await self._keep(version.number)
+            await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
         await self._settled(self._publication)
 
     async def _stage(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
@@ -391,6 +391,7 @@ class Pipeline:
             scorers=parts.scorers,
             engine=parts.evaluator,
             samples=settings.samples,
+            concurrency=3 * self.config.engine.max_running // 2,
             sampling=Sampling(
                 temperature=settings.sampling.temperature,
                 top_k=settings.sampling.top_k,
@@ -417,31 +418,35 @@ class Pipeline:
         clock = asyncio.get_running_loop().time
         seen = deque([(clock(), await parts.engines.usage(), await parts.trainer.usage())])
         while (done := await self._steps_done.get()) is not None:
-            batch, report = done
+            report, at_end = done
             engines_now, trainer_now = await asyncio.gather(parts.engines.usage(), parts.trainer.usage())
             seen.append((clock(), engines_now, trainer_now))
             while len(seen) > 2 and seen[1][0] < clock() - RATE_WINDOW_S:
                 seen.popleft()
             engines, trainer = seen[-1][1].since(seen[0][1]), seen[-1][2].since(seen[0][2])
-            self.staleness_max = max(self.staleness_max, int(report.metrics["staleness_max"]))
             parts.telemetry.step(
                 {
                     **report.metrics,
-                    "step": batch.step,
+                    **at_end,
+                    "step": report.step,
                     "version": report.version,
-                    "time_s": clock() - self._begun,
-                    "dropped": sum(parts.journal.dropped.values()),
                     "trainer_idle_frac": _share(trainer.idle_s, trainer.wall_s),
                     "engine_idle_frac": _share(engines.idle_s, engines.wall_s),
                     "gen_tokens_per_s": _share(engines.tokens * len(parts.engines.members), engines.wall_s),
                     "train_tokens_per_s": _share(trainer.tokens, trainer.wall_s),
-                    "sync_s": self._published.seconds,
-                    "swap_pause_s": self._published.pause_s,
-                    "buffer_groups": parts.buffer.ready,
                     **_spent("engine", seen[-1][1]),
                     **_spent("trainer", seen[-1][2]),
                 }
             )
+
+    def _at_step_end(self) -> dict[str, float]:
+        return {
+            "time_s": asyncio.get_running_loop().time() - self._begun,
+            "dropped": sum(self.parts.journal.dropped.values()),
+            "sync_s": self._published.seconds,
+            "swap_pause_s": self._published.pause_s,
+            "buffer_groups": self.parts.buffer.ready,
+        }
 
     async def _flush_loop(self) -> None:
         while True:

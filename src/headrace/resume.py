@@ -34,7 +34,7 @@ def open_session(ledger: Ledger, state: dict[str, Any] | None) -> Start:
     progress = Progress(
         step=0 if state is None else int(state["step"]),
         version=restored if keeps_number and restored is not None else following,
-        parent=restored,
+        parent=None if keeps_number else restored,
         recorded=keeps_number,
     )
     first = ledger.next_sequence()

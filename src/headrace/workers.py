@@ -1,8 +1,9 @@
 """Processes that run users' code: environments and scorers. Nothing a user writes can stall or kill the run.
 
 A `Pool` gives jobs to workers, many at once. A job may ask the controller things while it runs (an environment
-asks for samples). When a worker dies or stops answering, which of its jobs did it is not known, so each of them is
-run again alone: the innocent succeed, the guilty one fails and costs its own episode only.
+asks for samples). When a worker dies or stops answering, which of its jobs did it is not known. They are run again
+among fellow suspects, a few at a time, and those whose worker dies again, alone: the innocent succeed, the guilty
+one fails and costs its own episode only.
 
     Pool.run ──Job──▶ worker ──Done | JobFailed──▶            both ends of the wire are in this file
                       worker ──Ask──▶ Pool ──Answer──▶ worker
@@ -21,6 +22,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
@@ -28,14 +30,12 @@ from headrace.ipc import ORPHANED, Channel, Peer, Stop
 from headrace.records import Nested, Record, message
 
 _CANCEL_GRACE_S = 1.0
-_THREADS = 32
+_SUSPECTS_TOGETHER = 32
 
 
 @message
 class Ready(Record):
-    """The worker has loaded the user's code. `body` is what the role wants the controller to know."""
-
-    body: Nested | None = None
+    """The worker has loaded the user's code."""
 
 
 @message
@@ -74,6 +74,14 @@ class Answer(Record):
 
 
 @message
+class Withdraw(Record):
+    """Nobody waits any more for the answer to an Ask."""
+
+    id: int
+    number: int
+
+
+@message
 class Cancel(Record):
     id: int
 
@@ -99,26 +107,34 @@ class _Gone(Exception):
         self.how = how
 
 
+@dataclass
+class _Running:
+    """A job in a worker: its result, and the questions being answered for it."""
+
+    result: asyncio.Future[Any]
+    respond: Respond | None
+    answers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+
+
 class _Worker:
-    def __init__(self, peer: Peer):
+    def __init__(self, peer: Peer, on_gone: Callable[[_Worker], None]):
         self.peer = peer
-        self.jobs: dict[int, tuple[asyncio.Future[Any], Respond | None]] = {}
-        self.cancelled: dict[int, asyncio.Future[bool]] = {}
+        self.jobs: dict[int, _Running] = {}
         self.gone: str | None = None
-        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._answers: set[asyncio.Task[None]] = set()
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._cancelled: dict[int, asyncio.Future[bool]] = {}
+        self._on_gone = on_gone
         peer.on_message = self._received
         peer.died.add_done_callback(self._died)
 
     async def run(self, job_id: int, body: Nested, respond: Respond | None, timeout_s: float, kind: str) -> Any:
         if self.gone:
             raise _Gone(self.gone)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.jobs[job_id] = (future, respond)
+        job = self.jobs[job_id] = _Running(asyncio.get_running_loop().create_future(), respond)
         try:
             self.peer.tell(Job(id=job_id, body=body))
             async with asyncio.timeout(timeout_s):
-                return await future
+                return await job.result
         except TimeoutError:
             await self._cancel(job_id)
             raise EpisodeFailure(f"{kind}_timeout", f"no result within {timeout_s:g} s") from None
@@ -130,16 +146,18 @@ class _Worker:
             raise
         finally:
             self.jobs.pop(job_id, None)
+            for answer in job.answers.values():
+                answer.cancel()
 
     async def end(self, how: str) -> None:
         self.gone = self.gone or how
-        await self.peer.kill()
         self._release()
+        await self.peer.kill()
 
     async def _cancel(self, job_id: int) -> None:
         """Take a late job back. A worker that does not let go of it is killed."""
         acknowledged: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self.cancelled[job_id] = acknowledged
+        self._cancelled[job_id] = acknowledged
         stuck = False
         try:
             if self.gone or self.peer.died.done():
@@ -151,7 +169,7 @@ class _Worker:
             await self.end("timeout")
             raise _Gone("timeout") from None
         finally:
-            self.cancelled.pop(job_id, None)
+            self._cancelled.pop(job_id, None)
         if stuck:
             self.jobs.pop(job_id, None)
             await self.end("timeout")
@@ -159,32 +177,37 @@ class _Worker:
     def _received(self, record: Any) -> None:
         if isinstance(record, Ready):
             if not self.ready.done():
-                self.ready.set_result(record.body.record if record.body else None)
+                self.ready.set_result(None)
         elif isinstance(record, Cancelled):
-            future = self.cancelled.get(record.id)
+            future = self._cancelled.get(record.id)
             if future is not None and not future.done():
                 future.set_result(record.stuck)
+        elif (job := self.jobs.get(record.id)) is None:
+            return
         elif isinstance(record, Ask):
-            job = self.jobs.get(record.id)
-            if job is not None and job[1] is not None:
-                task = asyncio.get_running_loop().create_task(self._respond(record, job[1]))
-                self._answers.add(task)
-                task.add_done_callback(self._answers.discard)
-        elif isinstance(record, Done | JobFailed):
-            job = self.jobs.get(record.id)
-            if job is not None and not job[0].done():
-                if isinstance(record, Done):
-                    job[0].set_result(record.body.record)
-                else:
-                    job[0].set_exception(EpisodeFailure(record.reason, record.detail))
+            job.answers[record.number] = asyncio.get_running_loop().create_task(self._respond(record, job))
+        elif isinstance(record, Withdraw):
+            if record.number in job.answers:
+                job.answers[record.number].cancel()
+        elif job.result.done():
+            return
+        elif isinstance(record, Done):
+            job.result.set_result(record.body.record)
+        elif isinstance(record, JobFailed):
+            job.result.set_exception(EpisodeFailure(record.reason, record.detail))
 
-    async def _respond(self, ask: Ask, respond: Respond) -> None:
+    async def _respond(self, ask: Ask, job: _Running) -> None:
         try:
-            answer = Answer(number=ask.number, body=Nested(await respond(ask.body.record)))
+            assert job.respond is not None
+            answer = Answer(number=ask.number, body=Nested(await job.respond(ask.body.record)))
         except EpisodeFailure as failure:
             answer = Answer(number=ask.number, reason=failure.reason, detail=failure.detail)
         except ComponentDied as died:
             answer = Answer(number=ask.number, reason="engine_died", detail=str(died))
+        except Exception as error:
+            answer = Answer(number=ask.number, reason="bad_request", detail=f"{type(error).__name__}: {error}")
+        finally:
+            job.answers.pop(ask.number, None)
         if not self.gone and not self.peer.died.done():
             self.peer.tell(answer)
 
@@ -195,9 +218,10 @@ class _Worker:
         self._release()
 
     def _release(self) -> None:
-        for future, _ in self.jobs.values():
-            if not future.done():
-                future.set_exception(_Gone(self.gone or "crash"))
+        for job in self.jobs.values():
+            if not job.result.done():
+                job.result.set_exception(_Gone(self.gone or "crash"))
+        self._on_gone(self)
 
 
 class Pool:
@@ -213,74 +237,72 @@ class Pool:
         self._timeout_s = timeout_s
         self._start_s = start_s
         self._workers: list[_Worker] = []
-        self._alone: _Worker | None = None
-        self._quarantine = asyncio.Lock()
+        self._again = [_Apart(_SUSPECTS_TOGETHER), _Apart(1)]
         self._numbers = itertools.count(1)
         self._names = itertools.count(1)
         self._repairs: set[asyncio.Task[None]] = set()
         self._closing = False
-        self.greeting: Any = None
-        """What the first worker's role told the controller when it was ready."""
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Set when a worker cannot be replaced: the run cannot go on."""
 
     async def start(self) -> None:
-        self._workers = list(await asyncio.gather(*(self._new() for _ in range(self._count))))
+        await asyncio.gather(*(self._replace() for _ in range(self._count)))
+        if self.failed.done():
+            raise self.failed.result()
 
     async def run(self, body: Any, respond: Respond | None = None, again: Callable[[], None] | None = None) -> Any:
         """The job's result. Raises EpisodeFailure when the user's code fails, hangs or kills its process.
 
-        `again` is called before a second attempt: what the first one asked for is void.
+        `again` is called before another attempt: what the one before it asked for is void.
         """
         data = Nested(body)
         async with self._slots:
             worker = await self._least_loaded()
             try:
                 return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
-            except _Gone:
-                self._repair(worker)
-        if again is not None:
-            again()
-        async with self._quarantine:
-            if self._alone is None or self._alone.gone:
-                self._alone = await self._new()
-            try:
-                return await self._alone.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
             except _Gone as gone:
-                raise EpisodeFailure(f"{self._kind}_{gone.how}", f"the {self._kind}'s process ended") from None
+                how = gone.how
+        for apart in self._again:
+            if again is not None:
+                again()
+            async with apart.slots:
+                worker = await apart.worker(self._new)
+                try:
+                    return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
+                except _Gone as gone:
+                    how = gone.how
+        raise EpisodeFailure(f"{self._kind}_{how}", f"the {self._kind}'s process ended")
 
     async def close(self, seconds: float) -> None:
         self._closing = True
         for task in self._repairs:
             task.cancel()
-        workers = [w for w in (*self._workers, self._alone) if w is not None and not w.gone]
-        await asyncio.gather(*(w.peer.close(seconds) for w in workers))
+        apart = [a.current for a in self._again if a.current is not None]
+        await asyncio.gather(*(w.peer.close(seconds) for w in [*self._workers, *apart] if not w.gone))
 
     async def _new(self) -> _Worker:
-        worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"))
+        worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"), self._repair)
         try:
             async with asyncio.timeout(self._start_s):
-                greeting = await worker.ready
+                await worker.ready
         except TimeoutError:
             await worker.end("timeout")
             whom = f"{worker.peer.name} to load the user's code"
             raise DeadlineExceeded("the controller", whom, self._start_s, "limits.start_s, or that code") from None
-        self.greeting = self.greeting or greeting
+        except asyncio.CancelledError:
+            await worker.end("crash")
+            raise
         return worker
 
     async def _least_loaded(self) -> _Worker:
-        while True:
-            alive = [w for w in self._workers if not w.gone]
-            if alive:
-                return min(alive, key=lambda w: len(w.jobs))
+        while not self._workers:
             if self.failed.done():
                 raise self.failed.result()
-            for worker in self._workers:
-                self._repair(worker)
             await asyncio.sleep(0.01)
+        return min(self._workers, key=lambda worker: len(worker.jobs))
 
     def _repair(self, worker: _Worker) -> None:
-        """Replace a worker that has gone, once, beside whatever else happens."""
+        """Replace a worker that has gone, beside whatever else happens."""
         if worker in self._workers and not self._closing:
             self._workers.remove(worker)
             task = asyncio.get_running_loop().create_task(self._replace())
@@ -293,6 +315,21 @@ class Pool:
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
+
+
+class _Apart:
+    """A worker for jobs that were in one that died: so many at a time."""
+
+    def __init__(self, together: int):
+        self.slots = asyncio.Semaphore(together)
+        self.current: _Worker | None = None
+        self._making = asyncio.Lock()
+
+    async def worker(self, make: Callable[[], Awaitable[_Worker]]) -> _Worker:
+        async with self._making:
+            if self.current is None or self.current.gone:
+                self.current = await make()
+            return self.current
 
 
 # ── The worker's side ────────────────────────────────────────────────────────────────────────────────────
@@ -311,19 +348,26 @@ async def call_user(function: Callable[..., Any], *args: Any) -> Any:
     if inspect.iscoroutinefunction(function):
         return await function(*args)
     job = current_job.get()
-    _in_threads.add(job)
-    try:
-        return await asyncio.to_thread(function, *args)
-    finally:
-        _in_threads.discard(job)
+
+    def call() -> Any:
+        _in_threads.add(job)
+        try:
+            return function(*args)
+        finally:
+            _in_threads.discard(job)
+
+    return await asyncio.to_thread(call)
 
 
-def serve(sock: socket.socket, handler: Handler, *, kind: str, greeting: Any = None) -> None:
-    """A worker's main loop. Ends its process when told to stop or when the controller has gone."""
+def serve(sock: socket.socket, handler: Handler, *, kind: str, threads: int) -> None:
+    """A worker's main loop. Ends its process when told to stop or when the controller has gone.
+
+    `threads` is how many plain functions may run at once: as many as the pool gives it jobs.
+    """
 
     async def main() -> None:
-        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
-        await _Server(handler, kind).serve(sock, greeting)
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(threads))
+        await _Server(handler, kind).serve(sock)
 
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
     asyncio.run(main())
@@ -346,10 +390,10 @@ class _Server:
         self._done = asyncio.Event()
         self._channel: Channel | None = None
 
-    async def serve(self, sock: socket.socket, greeting: Any) -> None:
+    async def serve(self, sock: socket.socket) -> None:
         channel = await Channel.open(sock, self._received, lambda exc: os._exit(ORPHANED))
         self._channel = channel
-        channel.send(Ready(body=Nested(greeting) if greeting is not None else None))
+        channel.send(Ready())
         await self._done.wait()
 
     def _send(self, record: Any) -> None:
@@ -382,14 +426,21 @@ class _Server:
             future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
             self._asked[number] = future
             self._send(Ask(id=job.id, number=number, body=Nested(body)))
-            return await future
+            try:
+                return await future
+            except asyncio.CancelledError:
+                self._send(Withdraw(id=job.id, number=number))
+                raise
+            finally:
+                self._asked.pop(number, None)
 
         try:
             result = await self._handler(job.body.record, ask)
             self._send(Done(id=job.id, body=Nested(result)))
         except EpisodeFailure as failure:
             self._send(JobFailed(id=job.id, reason=failure.reason, detail=failure.detail))
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            # Also a cancellation, which may be the user's code's own; for a job that was taken back nobody listens.
             detail = f"{type(error).__name__}: {error}"
             self._send(JobFailed(id=job.id, reason=f"{self._kind}_error", detail=detail))
         finally:

@@ -38,6 +38,7 @@ def test_means_are_over_tasks_and_a_failed_episode_counts_as_wrong():
             samples=2,
             sampling=Sampling(),
             seed=0,
+            concurrency=2,
         )
 
     result = run_virtual(main())

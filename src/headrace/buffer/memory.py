@@ -50,6 +50,7 @@ class MemoryBuffer:
         self._next_version = version
         self._last_version = version + steps
         self._entries: dict[int, _Entry] = {}
+        self._ready = 0
         self._sequence = itertools.count(first_sequence)
         self._finish_order = itertools.count()
         self._changed: list[asyncio.Future[None]] = []
@@ -68,10 +69,12 @@ class MemoryBuffer:
     async def put(self, ticket: Ticket, group: Group) -> None:
         entry = self._entries[ticket.sequence]
         entry.group, entry.finished = group, next(self._finish_order)
+        self._ready += 1
         self._notify()
 
     async def drop(self, ticket: Ticket) -> None:
-        del self._entries[ticket.sequence]
+        if self._entries.pop(ticket.sequence).group is not None:
+            self._ready -= 1
         self._notify()
 
     async def take(self) -> tuple[int, list[Group]]:
@@ -99,7 +102,7 @@ class MemoryBuffer:
 
     @property
     def ready(self) -> int:
-        return sum(1 for e in self._entries.values() if e.group is not None)
+        return self._ready
 
     @property
     def outstanding(self) -> int:
@@ -126,6 +129,7 @@ class MemoryBuffer:
             assert entry.group is not None
             groups.append(entry.group)
             del self._entries[entry.ticket.sequence]
+        self._ready -= len(chosen)
         self._next_version += 1
         self._notify()
         return version, groups

@@ -47,6 +47,8 @@ class LimitsConfig(Config):
     """Longest the trainer waits for a batch."""
     step_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Longest one training step may take."""
+    commit_s: Annotated[float, Meta(gt=0)] = 60.0
+    """Longest the disk may take to make the ledger durable."""
     close_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest a process may take to end by itself before it is killed."""
 

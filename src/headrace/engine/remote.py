@@ -155,7 +155,6 @@ class EngineServer:
         self._channel = BlockingChannel(sock, divert=self._sync.take)
         self._calls: dict[int, int] = {}
         self._paused = False
-        self._tokens = 0
         self._watch = Stopwatch()
         self._channel.send(EngineReady(call=0))
 
@@ -177,7 +176,6 @@ class EngineServer:
     def _send_turns(self, ended: list[tuple[int, Turn]]) -> None:
         replies = []
         for request_id, turn in ended:
-            self._tokens += len(turn.tokens)
             call = self._calls.pop(request_id, None)
             if call is not None:
                 replies.append(Sampled(call=call, turn=turn))
@@ -201,7 +199,7 @@ class EngineServer:
             self._paused = record.paused
             self._channel.send(Ok(call=record.call))
         elif isinstance(record, AskUsage):
-            usage = self._watch.usage(tokens=self._tokens, running=engine.running, waiting=engine.waiting)
+            usage = self._watch.usage(tokens=engine.tokens_sampled, running=engine.running, waiting=engine.waiting)
             self._channel.send(TellUsage(call=record.call, usage=usage))
         elif isinstance(record, Stop):
             return False

@@ -9,15 +9,9 @@ import importlib
 import signal
 import socket
 import sys
-from typing import Any
 
 from headrace import records
-from headrace.records import Record, message
-
-
-@message
-class Begin(Record):
-    options: dict[str, Any]
+from headrace.ipc import Begin
 
 
 def main() -> None:

@@ -95,6 +95,8 @@ class _Run:
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
         async with AsyncExitStack() as closing:
+            if "descriptor" in self._channel:
+                closing.callback(os.close, self._channel["descriptor"])
             pipeline = await self._assemble(closing)
             self._stop_on_signals(pipeline)
             await pipeline.run()
@@ -141,7 +143,7 @@ class _Run:
             ),
             trainer=trainer,
             publisher=Publisher(config.sync),
-            journal=Journal(ThreadStore(ledger), session=start.session),
+            journal=Journal(ThreadStore(ledger), session=start.session, deadline_s=config.limits.commit_s),
             telemetry=telemetry,
             vault=vault,
             tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
@@ -159,7 +161,8 @@ class _Run:
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
         latest = vault.latest() if self._resume else None
         state = await trainer.load(latest) if latest is not None else None
-        start = open_session(ledger, state)
+        start = await asyncio.to_thread(open_session, ledger, state)
+        vault.forget_versions(start.progress.version + (1 if start.progress.recorded else 0))
         await trainer.rename(start.progress.version)
         if self._resume:
             self._place.rewind(start.progress.step)
@@ -184,7 +187,9 @@ class _Run:
             "threads": config.training.threads or self._threads,
             "channel": self._channel,
         }
-        peer = await self._spawn("trainer", "headrace.training.remote:start", options, options["threads"])
+        peer = await self._spawn(
+            "trainer", "headrace.training.remote:start", options, options["threads"], self._fds
+        )
         trainer = RemoteTrainer(peer, step_s=config.limits.step_s, close_s=config.limits.close_s)
         closing.push_async_callback(trainer.close)
         await ready(peer, TrainerReady, config.limits.start_s)
@@ -195,10 +200,10 @@ class _Run:
         options = {
             "model": self._model,
             "engine": msgspec.to_builtins(config.engine),
-            "threads": config.engine.threads or self._threads,
+            "threads": config.engine.threads or max(1, self._threads // config.engine.count),
             "channel": self._channel,
         }
-        peer = await self._spawn(name, "headrace.engine.remote:start", options, options["threads"])
+        peer = await self._spawn(name, "headrace.engine.remote:start", options, options["threads"], self._fds)
         engine = RemoteEngine(peer, deadline_s=config.sync.deadline_s, close_s=config.limits.close_s)
         closing.push_async_callback(engine.close)
         await ready(peer, EngineReady, config.limits.start_s)
@@ -213,7 +218,7 @@ class _Run:
             kind,
             lambda name: self._spawn(name, entry, options, 1),
             workers=settings.workers,
-            concurrency=getattr(settings, "concurrency", 4096),
+            concurrency=settings.concurrency,
             timeout_s=settings.timeout_s,
             start_s=config.limits.start_s,
         )
@@ -221,8 +226,14 @@ class _Run:
         await pool.start()
         return pool
 
-    async def _spawn(self, name: str, entry: str, options: dict[str, Any], threads: int) -> Any:
-        fds = [self._channel["descriptor"]] if "descriptor" in self._channel else []
+    @property
+    def _fds(self) -> list[int]:
+        """What the two ends of weight sync inherit."""
+        return [self._channel["descriptor"]] if "descriptor" in self._channel else []
+
+    async def _spawn(
+        self, name: str, entry: str, options: dict[str, Any], threads: int, fds: Sequence[int] = ()
+    ) -> Any:
         return await spawn(name, entry, options, logs=self._logs, fds=fds, threads=threads)
 
     # ── Ending ───────────────────────────────────────────────────────────────────────────────────────────
@@ -241,7 +252,7 @@ class _Run:
             loop.add_signal_handler(number, stop)
 
     def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
-        """Also written to summary.json. Sums are of the whole run, earlier sessions included."""
+        """Also written to summary.json. The ledger's sums are of the whole run, the seconds of this session."""
         ledger = Ledger(self._place.ledger)
         sums = ledger.sums()
         lag = ledger.query(
@@ -253,8 +264,8 @@ class _Run:
         summary = {
             "steps": pipeline.progress.step,
             "seconds": seconds,
-            "eval_before": evaluations[0]["pass_1"] if evaluations else None,
-            "eval_after": evaluations[-1]["pass_1"] if len(evaluations) > 1 else None,
+            "eval_before": next((line["pass_1"] for line in evaluations if line["step"] == 0), None),
+            "eval_after": next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None),
             "staleness_max": lag[0][0],
             "finished": not pipeline.stopped_early,
             "ledger": sums,

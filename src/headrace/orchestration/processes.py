@@ -13,8 +13,7 @@ from typing import Any
 
 from headrace import records
 from headrace.errors import DeadlineExceeded
-from headrace.ipc import Peer
-from headrace.orchestration.child import Begin
+from headrace.ipc import Begin, Peer
 
 
 class LocalProcess:

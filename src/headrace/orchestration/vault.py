@@ -19,9 +19,12 @@ class FolderVault:
         self._keep = keep
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         self._versions.mkdir(parents=True, exist_ok=True)
+        self._put_back()
         for pattern in ("candidate-*", "*.tmp-*", "*.old-*"):
             for left in self._checkpoints.glob(pattern):
                 shutil.rmtree(left)
+        for left in self._versions.glob("*.tmp-*"):
+            left.unlink()
 
     def checkpoint(self, step: int) -> str:
         return str(self._checkpoints / f"step-{step:06d}")
@@ -44,7 +47,25 @@ class FolderVault:
         return str(found[-1]) if found else None
 
     def _found(self) -> list[Path]:
-        return sorted(path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit())
+        found = [path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()]
+        return sorted(found, key=lambda path: int(path.name[5:]))
+
+    def forget_versions(self, first: int) -> None:
+        """Remove kept weights from number `first` on: a crash kept them before their number was given out."""
+        for file in self._versions.glob("*.safetensors"):
+            if int(file.stem) >= first:
+                file.unlink()
+
+    def kept_bytes(self) -> int:
+        return sum(file.stat().st_size for file in self._versions.glob("*.safetensors"))
+
+    def _put_back(self) -> None:
+        """What was being replaced when the run died comes back where nothing has taken its place."""
+        for old in self._checkpoints.glob("*.old-*"):
+            place = self._checkpoints / old.name.split(".old-")[0]
+            inside = old / place.name
+            if not place.exists():
+                (inside if inside.exists() else old).rename(place)
 
     def _choose(self, candidate: Path, best: bool) -> None:
         if not best:

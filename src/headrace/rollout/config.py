@@ -62,6 +62,8 @@ class EnvironmentConfig(Config):
     """Texts that end a turn, besides the model's end-of-sequence tokens."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Worker processes."""
+    concurrency: Annotated[int, Meta(ge=1)] = 1024
+    """Episodes run at once in one worker."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest one episode may take, in seconds."""
 

@@ -18,6 +18,7 @@ import itertools
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,8 @@ class LoadTasks(Record):
 def start(sock: socket.socket, options: dict[str, Any]) -> None:
     """A worker's entry."""
     config = msgspec.convert(options["environment"], EnvironmentConfig)
-    serve(sock, _Episodes(config, Tokenizer(Path(options["model"]))).handle, kind="environment")
+    episodes = _Episodes(config, Tokenizer(Path(options["model"])))
+    serve(sock, episodes.handle, kind="environment", threads=config.concurrency)
 
 
 class _Episodes:
@@ -83,8 +85,12 @@ class _Episodes:
         self._config = config
         self._tokenizer = tokenizer
         found = resolve(config.source)
-        environment: Any = found(**config.options) if isinstance(found, type) else found
-        self._rollout: Callable[..., Any] = getattr(environment, "rollout", environment)
+        self._rollout: Callable[..., Any]
+        if isinstance(found, type):
+            environment: Any = found(**config.options)
+            self._rollout = environment.rollout
+        else:
+            self._rollout = partial(found, **config.options) if config.options else found
 
     async def handle(self, body: Any, ask: AskController) -> Any:
         if isinstance(body, LoadTasks):
@@ -116,6 +122,9 @@ class _WorkerPolicy:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
+        if after is not None and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
+            what = "messages cannot continue a completion: give the text, or tokens, that come between"
+            raise EpisodeFailure("bad_request", what)
         reply: SampleReply = await self._ask(
             SampleCall(
                 context=np.asarray(self._tokens(prompt, first=after is None), np.int32),
@@ -175,6 +184,11 @@ class WorkerRollouts:
                 failure = "late"
         except EpisodeFailure as error:
             failure, detail = ("late" if recorder.cut_short else error.reason), error.detail
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not recorder.cut_short or task is None or task.uncancel() > 0:
+                raise
+            failure = "late"
         finally:
             del self._running[request.id]
         return Episode(
@@ -207,10 +221,14 @@ class _Recorder:
         self._sampling = sampling
         self._open: set[int] = set()
         self._attempt = 1
+        self._calls = itertools.count()
+        self._task = asyncio.current_task()
 
     async def sample(self, call: SampleCall) -> SampleReply:
         if self.cut_short:
             raise EpisodeFailure("late")
+        if call.parent is not None and not 0 <= call.parent < len(self.turns):
+            raise EpisodeFailure("bad_request", f"a turn continues one of the {len(self.turns)} before it")
         context = call.context
         if call.parent is not None:
             before = Episode(id="", task=self._request.task, turns=tuple(self.turns))
@@ -221,7 +239,7 @@ class _Recorder:
             max_tokens=call.max_tokens,
             sampling=self._sampling,
             stop_strings=call.stop_strings,
-            seed=_turn_seed(self._request.seed, len(self.turns)),
+            seed=_turn_seed(self._request.seed, next(self._calls)),
         )
         attempt = self._attempt
         self._open.add(request.id)
@@ -238,11 +256,16 @@ class _Recorder:
 
     def cut(self) -> None:
         self.cut_short = True
-        self._end_open()
+        if self._open:
+            self._end_open()
+        elif self._task is not None:
+            # It is not sampling but busy with something of its own.
+            self._task.cancel()
 
     def begin_again(self) -> None:
         """The environment's process died: what it had sampled is void, and its tokens are wasted."""
         self._attempt += 1
+        self._calls = itertools.count()
         self._request.on_wasted(sum(len(turn.tokens) for turn in self.turns))
         self.turns.clear()
         self._end_open()

@@ -44,7 +44,8 @@ class ScoreReply(Record):
 def start(sock: socket.socket, options: dict[str, Any]) -> None:
     """A worker's entry."""
     config = msgspec.convert(options["scorer"], ScorerConfig)
-    serve(sock, _Scoring(config, Tokenizer(Path(options["model"]))).handle, kind="scorer")
+    scoring = _Scoring(config, Tokenizer(Path(options["model"])))
+    serve(sock, scoring.handle, kind="scorer", threads=config.concurrency)
 
 
 class _Scoring:

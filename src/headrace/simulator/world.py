@@ -354,6 +354,9 @@ class SimVault:
     def version(self, number: int) -> str:
         return f"version-{number}"
 
+    def kept_bytes(self) -> int:
+        return 0
+
     async def choose(self, candidate: str, best: bool) -> None: ...
 
     async def prune(self) -> None: ...

@@ -16,8 +16,6 @@ from headrace.records import Record, WeightVersion, message
 if TYPE_CHECKING:
     import torch
 
-STAGES = ("announce", "transfer", "verify", "swap", "acknowledge")
-
 
 class TensorSpec(Record):
     """One tensor of a payload: its place in the payload's bytes and the CRC-32 of its own."""

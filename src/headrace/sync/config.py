@@ -1,4 +1,4 @@
-"""Configuration of weight sync: payload × transport × schedule. No torch here."""
+"""Configuration of weight sync. No torch here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from headrace.config.base import Config
 class SyncConfig(Config):
     """How a version travels from the trainer to the engines."""
 
-    payload: Literal["full"] = "full"
-    """What is sent."""
     transport: Literal["in_process", "shared_memory"] = "shared_memory"
     """How it is sent. `in_process` is for engine and trainer in one process (the library's primitives)."""
     schedule: Literal["never_stop", "blocking"] = "never_stop"

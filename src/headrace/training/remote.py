@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+import traceback
 from typing import Any
 
 import msgspec
@@ -131,6 +132,7 @@ class TrainerServer:
             try:
                 self._channel.send(self._answer(record))
             except Exception as error:
+                traceback.print_exc()
                 self._channel.send(error_to_record(record.call, error))
 
     def _answer(self, record: Any) -> Any:

@@ -40,9 +40,29 @@ def test_a_better_candidate_becomes_the_best_and_a_worse_one_goes(tmp_path):
     assert (tmp_path / "checkpoints" / "best" / "number").read_text() == "3"
 
 
+def test_what_was_being_replaced_comes_back(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    (tmp_path / "checkpoints" / "step-000007.old-abc" / "step-000007").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "best.old-").mkdir()
+    assert FolderVault(tmp_path, keep=2).latest() == vault.checkpoint(7)
+    assert checkpoints(tmp_path) == ["best", "step-000007"]
+
+
+def test_checkpoints_are_ordered_by_number_and_kept_versions_are_counted(tmp_path):
+    vault = FolderVault(tmp_path, keep=2)
+    for step in (999_999, 1_000_000):
+        Path(vault.checkpoint(step)).mkdir()
+    assert vault.latest() == vault.checkpoint(1_000_000)
+    for number in (3, 4, 5):
+        Path(vault.version(number)).write_bytes(b"x" * 100)
+    assert vault.kept_bytes() == 300
+    vault.forget_versions(4)
+    assert vault.kept_bytes() == 100
+
+
 def test_opening_clears_what_an_earlier_life_left_unfinished(tmp_path):
     vault = FolderVault(tmp_path, keep=2)
-    for name in ("candidate-0000007", "step-000004.tmp-abc", "step-000004.old-abc", "step-000003"):
+    for name in ("candidate-0000007", "step-000004.tmp-abc", "step-000003.old-abc", "step-000003"):
         (tmp_path / "checkpoints" / name).mkdir()
     assert FolderVault(tmp_path, keep=2).latest() == vault.checkpoint(3)
     assert checkpoints(tmp_path) == ["step-000003"]

@@ -1,0 +1,244 @@
+"""A pool of real worker processes running users' code that misbehaves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from headrace.engine.base import SampleRequest
+from headrace.errors import EpisodeFailure
+from headrace.orchestration.processes import spawn
+from headrace.records import Record, Task, Turn, message
+from headrace.rollout.base import EpisodeRequest
+from headrace.rollout.config import EnvironmentConfig
+from headrace.rollout.worker import WorkerRollouts
+from headrace.workers import Pool, call_user, serve
+
+
+@message
+class Order(Record):
+    """What a job of these tests is to do."""
+
+    what: str
+    seconds: float = 0.0
+
+
+async def obey(order: Order, ask: Any) -> Order:
+    if order.what == "crash":
+        await asyncio.sleep(order.seconds)
+        os._exit(9)
+    if order.what == "thread":
+        await call_user(time.sleep, order.seconds)
+    elif order.what == "cancel itself":
+        raise asyncio.CancelledError
+    elif order.what == "ask":
+        return await ask(order)
+    else:
+        await asyncio.sleep(order.seconds)
+    return order
+
+
+def start(sock: socket.socket, options: dict[str, Any]) -> None:
+    serve(sock, obey, kind="job", threads=options["threads"])
+
+
+def with_pool(tmp_path: Path, work: Any, *, workers: int = 1, concurrency: int = 64, timeout_s: float = 5) -> Any:
+    async def main() -> Any:
+        here = str(Path(__file__).parent)
+        os.environ["PYTHONPATH"] = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])
+        entry = f"{Path(__file__).stem}:start"
+        pool = Pool(
+            "job",
+            lambda name: spawn(name, entry, {"threads": concurrency}, logs=tmp_path),
+            workers=workers,
+            concurrency=concurrency,
+            timeout_s=timeout_s,
+            start_s=60,
+        )
+        await pool.start()
+        try:
+            return await work(pool)
+        finally:
+            await pool.close(5)
+
+    return asyncio.run(main())
+
+
+def test_the_innocent_of_a_dead_worker_are_run_again_together(tmp_path):
+    async def work(pool):
+        begun = time.monotonic()
+        jobs = [pool.run(Order(what="sleep", seconds=0.5)) for _ in range(40)]
+        results = await asyncio.gather(*jobs, pool.run(Order(what="crash", seconds=0.1)), return_exceptions=True)
+        return results, time.monotonic() - begun
+
+    (*innocent, guilty), seconds = with_pool(tmp_path, work)
+    assert [order.what for order in innocent] == ["sleep"] * 40
+    assert isinstance(guilty, EpisodeFailure)
+    assert guilty.reason == "job_crash"
+    assert seconds < 20, "one after another they would take 20 s"
+
+
+def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
+    async def work(pool):
+        begun = time.monotonic()
+        await asyncio.gather(*(pool.run(Order(what="thread", seconds=0.5)) for _ in range(64)))
+        return time.monotonic() - begun
+
+    assert with_pool(tmp_path, work, concurrency=64) < 4
+
+
+def test_a_worker_that_dies_while_idle_is_replaced(tmp_path):
+    async def work(pool):
+        for worker in list(pool._workers):
+            worker.peer.process.kill()
+        await asyncio.sleep(1.5)
+        return (await pool.run(Order(what="sleep"))).what, len(pool._workers)
+
+    assert with_pool(tmp_path, work, workers=2) == ("sleep", 2)
+
+
+def test_a_cancellation_of_the_users_own_fails_the_job_at_once(tmp_path):
+    async def work(pool):
+        with pytest.raises(EpisodeFailure) as caught:
+            await pool.run(Order(what="cancel itself"))
+        return caught.value.reason
+
+    assert with_pool(tmp_path, work) == "job_error"
+
+
+def test_a_question_that_cannot_be_answered_fails_and_does_not_hang(tmp_path):
+    async def respond(order):
+        raise IndexError("no such thing")
+
+    async def work(pool):
+        with pytest.raises(EpisodeFailure) as caught:
+            await pool.run(Order(what="ask"), respond)
+        return caught.value
+
+    failure = with_pool(tmp_path, work)
+    assert (failure.reason, failure.detail) == ("bad_request", "IndexError: no such thing")
+
+
+def test_what_is_being_answered_when_a_job_ends_is_cancelled(tmp_path):
+    cancelled = []
+
+    async def respond(order):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(order.what)
+            raise
+
+    async def work(pool):
+        with pytest.raises(EpisodeFailure, match="job_timeout"):
+            await pool.run(Order(what="ask"), respond)
+        await asyncio.sleep(0.1)
+
+    with_pool(tmp_path, work, timeout_s=0.5)
+    assert cancelled == ["ask"]
+
+
+# ── Environments ─────────────────────────────────────────────────────────────────────────────────────────
+
+ENVIRONMENTS = """
+import asyncio
+
+async def together(task, policy):
+    await asyncio.gather(*(policy.sample([1, 2]) for _ in range(4)))
+
+async def first_of_two(task, policy):
+    tasks = [asyncio.ensure_future(policy.sample([1], max_tokens=n)) for n in (1, 9)]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+
+async def busy(task, policy):
+    await policy.sample([1])
+    await asyncio.sleep(60)
+"""
+
+
+class Recording:
+    """An engine that keeps the requests it got; a request of many tokens takes for ever."""
+
+    def __init__(self) -> None:
+        self.requests: list[SampleRequest] = []
+        self.abandoned: list[int] = []
+
+    async def sample(self, request: SampleRequest) -> Turn:
+        self.requests.append(request)
+        try:
+            if request.max_tokens == 9:
+                await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.abandoned.append(request.max_tokens)
+            raise
+        return Turn(
+            tokens=np.zeros(1, np.int32),
+            logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            context=request.context,
+            stop="length",
+        )
+
+    def cut(self, request_id: int) -> None: ...
+
+
+def run_environment(tmp_path: Path, model: Path, name: str, meanwhile: Any = None) -> tuple[Any, Recording]:
+    (tmp_path / "environments.py").write_text(ENVIRONMENTS)
+    config = EnvironmentConfig(source=f"{tmp_path}/environments.py:{name}", max_tokens=5)
+    engine = Recording()
+
+    async def main() -> Any:
+        options = {"model": str(model), "environment": {"source": config.source, "max_tokens": 5}}
+        entry = "headrace.rollout.worker:start"
+        pool = Pool(
+            "environment",
+            lambda worker: spawn(worker, entry, options, logs=tmp_path),
+            workers=1,
+            concurrency=8,
+            timeout_s=20,
+            start_s=60,
+        )
+        await pool.start()
+        rollouts = WorkerRollouts(pool, config)
+        request = EpisodeRequest(id="e", task=Task(id="t", prompt=""), seed=5, engine=engine)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(rollouts.run(request))
+        if meanwhile is not None:
+            await meanwhile(rollouts)
+        try:
+            return await running
+        finally:
+            await asyncio.sleep(0.1)
+            await pool.close(5)
+
+    return asyncio.run(main()), engine
+
+
+def test_samples_taken_together_have_streams_of_their_own(tmp_path, small_model):
+    episode, engine = run_environment(tmp_path, small_model, "together")
+    assert episode.failure is None
+    assert len({request.seed for request in engine.requests}) == 4
+
+
+def test_a_sample_nobody_waited_for_is_abandoned_and_not_recorded(tmp_path, small_model):
+    episode, engine = run_environment(tmp_path, small_model, "first_of_two")
+    assert len(episode.turns) == 1
+    assert engine.abandoned == [9]
+
+
+def test_an_episode_that_is_not_sampling_is_cut_at_once(tmp_path, small_model):
+    async def cut(rollouts):
+        await asyncio.sleep(0.7)
+        rollouts.cut("e")
+
+    begun = time.monotonic()
+    episode, _ = run_environment(tmp_path, small_model, "busy", cut)
+    assert episode.failure == "late"
+    assert len(episode.turns) == 1
+    assert time.monotonic() - begun < 15
