@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from math import comb
 
 from headrace.engine.base import Engine
 from headrace.records import Episode, Sampling, Task
@@ -22,17 +21,12 @@ class Evaluation:
     pass_1: float
     """Mean reward of one completion."""
     pass_k: float
-    """Probability that the best of `samples` completions has a reward of at least 1."""
+    """Mean reward of the best of `samples` completions; of rewards 0 and 1, the share of tasks solved at all."""
     length_mean: float
     failed: int
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
-
-
-def pass_at_k(correct: int, samples: int, k: int) -> float:
-    """Probability that at least one of k drawn from `samples` completions, `correct` of them right, is right."""
-    return 1.0 - comb(samples - correct, k) / comb(samples, k)
 
 
 async def evaluate(
@@ -64,12 +58,12 @@ async def evaluate(
     work = [attempt(task, place, s) for place, task in enumerate(tasks) for s in range(samples)]
     episodes = await asyncio.gather(*work)
     rewards = [e.reward if e.reward is not None and e.failure is None else 0.0 for e in episodes]
-    right = [sum(r >= 1 for r in rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
+    best = [max(rewards[i : i + samples]) for i in range(0, len(rewards), samples)]
     return Evaluation(
         tasks=len(tasks),
         samples=samples,
         pass_1=sum(rewards) / len(rewards),
-        pass_k=sum(pass_at_k(c, samples, samples) for c in right) / len(right),
+        pass_k=sum(best) / len(best),
         length_mean=sum(e.num_tokens for e in episodes) / len(episodes),
         failed=sum(e.failure is not None for e in episodes),
     )

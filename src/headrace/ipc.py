@@ -18,6 +18,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import errors, records
@@ -197,9 +198,10 @@ class ChildProcess(Protocol):
 class Peer:
     """One child, seen from the controller. Calls are answered by a record with the same `call` number."""
 
-    def __init__(self, name: str, process: ChildProcess):
+    def __init__(self, name: str, process: ChildProcess, log: Path | None = None):
         self.name = name
         self.process = process
+        self._log = log
         self.on_message: Callable[[Any], None] | None = None
         """Gets messages that answer no call."""
         self.died: asyncio.Future[HeadraceError] = asyncio.get_running_loop().create_future()
@@ -271,6 +273,12 @@ class Peer:
             else:
                 future.set_result(record)
 
+    def _last_words(self) -> str:
+        if self._log is None or not self._log.is_file():
+            return ""
+        lines = self._log.read_text(errors="replace").strip().splitlines()
+        return f"its last words in {self._log}: {lines[-1]}" if lines else f"it said nothing in {self._log}"
+
     def _lost(self, exc: Exception | None) -> None:
         if not self.died.done():
             asyncio.get_running_loop().create_task(self._mourn(exc))
@@ -278,7 +286,7 @@ class Peer:
     async def _mourn(self, exc: Exception | None) -> None:
         status = await self.process.wait(5.0)
         how = "it closed its connection" if status is None else _exit_words(status)
-        error = ComponentDied(self.name, how, f"its last words are in the run's log {self.name}.log")
+        error = ComponentDied(self.name, how, self._last_words())
         if self.died.done():
             return
         if self._stopping and not self._waiting:

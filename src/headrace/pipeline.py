@@ -69,6 +69,10 @@ class Vault(Protocol):
 
     def candidate(self, version: int) -> str: ...
 
+    def final(self) -> str:
+        """Where a finished run's model goes."""
+        ...
+
     def version(self, number: int) -> str: ...
 
     def kept_bytes(self) -> int:
@@ -467,6 +471,8 @@ class Pipeline:
         for group in self._groups.values():
             group.drop_rest(self.parts.journal, "shutdown" if self.stopped_early else "run_finished")
         await self._checkpoint(returned)
+        if not self.stopped_early:
+            await self.parts.trainer.export(self.parts.vault.final())
         self.parts.journal.check()
         self.parts.journal.finish()
         await self.parts.journal.flush()

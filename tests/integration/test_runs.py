@@ -6,6 +6,8 @@ import json
 import random
 import signal
 import sqlite3
+import subprocess
+import sys
 import time
 
 import pytest
@@ -100,11 +102,10 @@ def test_ctrl_c_writes_a_checkpoint_and_resume_goes_on(project):
     assert_sound(project, steps=done + 4)
 
 
-KILLS = ["controller", "trainer", "engine-0", "scorer-1", "environment-1"]
+KILLS = [("controller", 0), ("controller", 1), ("trainer", 0), ("trainer", 1), ("engine-0", 0), ("engine-0", 1)]
 
 
-@pytest.mark.parametrize("victim", KILLS)
-@pytest.mark.parametrize("moment", range(2))
+@pytest.mark.parametrize(("victim", "moment"), [*KILLS, ("scorer-1", 0), ("environment-1", 0)])
 def test_a_run_whose_process_is_killed_resumes_and_its_audit_passes(project, victim, moment):
     dice = random.Random(f"{victim} {moment}")
     run = project.start("train", "config.toml", "--set", "training.steps=400")
@@ -202,3 +203,81 @@ def test_a_run_in_which_everything_fails_ends_with_the_reason(project):
     assert done.returncode == 1
     assert "scorer_error: ZeroDivisionError" in done.stderr
     assert project.children() == {}
+
+
+def test_the_ledger_of_a_run_that_failed_is_whole(project):
+    code = "\ndef broken(task, attempt):\n    1 / 0\n"
+    (project.path / "user.py").write_text((project.path / "user.py").read_text() + code)
+    project.headrace("train", "config.toml", "--set", "scorer.source=user.py:broken")
+    ledger = project.audit()["ledger"]
+    assert ledger["admitted"] >= 132 * 4
+    assert ledger["dropped"]["scorer_error"] >= 132 * 4
+
+
+def test_overwriting_removes_a_run_and_nothing_of_the_users(project):
+    project.train("--set", "training.steps=2")
+    (project.run / "notes.txt").write_text("mine")
+    project.train("--set", "training.steps=3", "--overwrite")
+    assert project.steps_done() == 3
+    assert (project.run / "notes.txt").read_text() == "mine"
+    done = project.headrace("train", "config.toml", "--run", ".", "--overwrite")
+    assert done.returncode == 2
+    assert "Headrace has made no run in this one" in done.stderr
+    assert (project.path / "user.py").exists()
+
+
+def test_a_run_that_lost_its_ledger_is_not_resumed(project):
+    project.train("--set", "training.steps=2")
+    (project.run / "ledger.sqlite").unlink()
+    done = project.headrace("train", "config.toml", "--resume", "--set", "training.steps=3")
+    assert done.returncode == 2
+    assert "has lost it" in done.stderr
+
+
+def test_a_finished_run_leaves_its_model_in_hugging_face_format(project):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    project.train("--set", "training.steps=2")
+    final = project.run / "checkpoints" / "final"
+    assert AutoModelForCausalLM.from_pretrained(final).config.vocab_size == 18
+    assert AutoTokenizer.from_pretrained(final).convert_ids_to_tokens([3, 4]) == ["w3", "w4"]
+
+
+LIBRARY = """
+import asyncio
+import beside
+import headrace
+
+async def main():
+    config = headrace.load_config("config.toml", ["training.steps=2"])
+    return headrace.train(config, scorer=beside.score, folder="runs/config", progress=False)
+
+if __name__ == "__main__":
+    print(asyncio.run(main())["steps"])
+"""
+
+
+def test_the_library_runs_inside_an_event_loop_with_a_scorer_beside_the_script(project):
+    """As in a notebook; the script's folder is not the current one."""
+    folder = project.path / "lib"
+    folder.mkdir()
+    (folder / "script.py").write_text(LIBRARY)
+    (folder / "beside.py").write_text(
+        "def score(task, attempt):\n    return float(attempt.turns[-1].tokens[0] % 2)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "lib/script.py"], cwd=project.path, capture_output=True, text=True, timeout=100
+    )
+    assert done.stdout == "2\n", done.stderr
+    assert project.audit("--recompute", "5")["ok"]
+
+
+def test_a_script_without_the_main_guard_is_told_so(project):
+    script = LIBRARY.replace('if __name__ == "__main__":\n    print', "print").replace("beside.score", "score")
+    script = script.replace("import beside", "def score(task, attempt):\n    return 1.0")
+    (project.path / "script.py").write_text(script)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=project.path, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode != 0
+    assert '__name__ == "__main__"' in done.stderr

@@ -6,17 +6,10 @@ import random
 
 import pytest
 
-from headrace.evaluation import evaluate, pass_at_k
+from headrace.evaluation import evaluate
 from headrace.records import Sampling, Task
 from headrace.simulator.loop import run_virtual
 from headrace.simulator.world import Costs, SimEngine, SimRollouts, World
-
-
-def test_pass_at_k_is_the_chance_that_one_of_k_drawn_is_right():
-    assert pass_at_k(0, 4, 4) == 0
-    assert pass_at_k(1, 4, 4) == 1
-    assert pass_at_k(1, 4, 1) == 0.25
-    assert pass_at_k(2, 4, 2) == pytest.approx(1 - 1 / 6)
 
 
 def test_means_are_over_tasks_and_a_failed_episode_counts_as_wrong():

@@ -95,7 +95,7 @@ class _Workload:
     def measure(self, name: str, *, synchronous: bool, wait_s: float) -> dict[str, Any]:
         print(f"headrace: {name} …", file=sys.stderr, flush=True)
         folder = self._scratch / name.replace(", ", "-").replace(" ", "-")
-        summary = train(self._config(synchronous, wait_s), folder=folder, progress=sys.stderr.isatty())
+        summary = train(self._config(synchronous, wait_s), folder=folder, progress=True)
         if not summary["finished"]:
             raise HeadraceError("the benchmark was stopped", name)
         lines = RunFolder(folder).read_metrics()

@@ -36,6 +36,9 @@ def _print(run: RunFolder, report: Any) -> None:
     out = console()
     recomputed = report.recomputed or {}
     facts = [("episodes", ledger_line(report.ledger))]
+    if recomputed and recomputed["episodes"] < recomputed.get("asked", 0):
+        text = f"{recomputed['episodes']:,} of the {recomputed['asked']:,} asked: no more have their weights kept"
+        facts.append(("recomputed", text))
     if recomputed.get("episodes"):
         facts.append(
             (

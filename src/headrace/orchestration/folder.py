@@ -24,6 +24,12 @@ def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool)
                 str(run.path),
                 "leave --resume out to begin one, or name the run's folder with --run DIR",
             )
+        if not run.ledger.is_file():
+            raise RunFolderError(
+                "a run is resumed with its ledger, and this one has lost it",
+                str(run.ledger),
+                "restore the file, or begin a new run",
+            )
         refuse_other_run(read_config(run.config), config)
     else:
         run.make(overwrite=overwrite)

@@ -16,8 +16,10 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from headrace.engine.remote import EngineReady, RemoteEngine
 from headrace.errors import ConfigError
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare
-from headrace.orchestration.processes import ready, spawn
+from headrace.orchestration.processes import CHILD, ready, spawn
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
 from headrace.resume import Start, open_session
@@ -62,6 +64,12 @@ def train(
     """Execute a run and return its summary. `environment` and `scorer` are classes or functions of a module or
     script; they stand in for the configuration's own. In a script, call this under `if __name__ == "__main__":`.
     """
+    if CHILD in os.environ:
+        raise ConfigError(
+            'a script calls headrace.train under `if __name__ == "__main__":`, since workers import the script',
+            os.environ[CHILD],
+            "put the call there",
+        )
     if environment is not None:
         config = _replace(config, "environment", _reference(environment))
     if scorer is not None:
@@ -76,8 +84,20 @@ def train(
 
 
 def run(config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dict[str, Any]:
-    """Execute a checked configuration in a folder this process holds. Blocks until the run has ended."""
-    return asyncio.run(_Run(config, RunFolder(folder), resume, progress).execute())
+    """Execute a checked configuration in a folder this process holds. Blocks until the run has ended.
+
+    Where an event loop runs already, as in a notebook, the run gets a thread of its own.
+    """
+
+    def execute() -> dict[str, Any]:
+        return asyncio.run(_Run(config, RunFolder(folder), resume, progress).execute())
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return execute()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(execute).result()
 
 
 class _Run:
@@ -99,7 +119,12 @@ class _Run:
                 closing.callback(os.close, self._channel["descriptor"])
             pipeline = await self._assemble(closing)
             self._stop_on_signals(pipeline)
-            await pipeline.run()
+            try:
+                await pipeline.run()
+            except Exception:
+                # Whatever ended the run, what happened until then is on record.
+                await pipeline.parts.journal.flush()
+                raise
         summary = self._summarise(pipeline, time.monotonic() - begun)
         problem = await asyncio.to_thread(write_report_apart, self._place.path)
         if problem:
@@ -240,6 +265,8 @@ class _Run:
 
     def _stop_on_signals(self, pipeline: Pipeline) -> None:
         """The first Ctrl-C ends the run in order, the second at once."""
+        if threading.current_thread() is not threading.main_thread():
+            return
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
@@ -253,7 +280,7 @@ class _Run:
 
     def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
         """Also written to summary.json. The ledger's sums are of the whole run, the seconds of this session."""
-        ledger = Ledger(self._place.ledger)
+        ledger = Ledger(self._place.ledger, create=False)
         sums = ledger.sums()
         lag = ledger.query(
             "SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'"

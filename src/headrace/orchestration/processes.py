@@ -15,6 +15,9 @@ from headrace import records
 from headrace.errors import DeadlineExceeded
 from headrace.ipc import Begin, Peer
 
+CHILD = "HEADRACE_CHILD"
+"""Set in the environment of every child, to its name."""
+
 
 class LocalProcess:
     """A child process, waited for without blocking the event loop."""
@@ -46,7 +49,14 @@ async def spawn(
     What it prints goes to logs/NAME.log. It has a session of its own: Ctrl-C reaches the controller alone.
     """
     ours, theirs = socket.socketpair()
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # So that what this process can import, a module beside its script say, the child can.
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path and Path(path).is_dir()),
+        CHILD: name,
+    }
     logs.mkdir(parents=True, exist_ok=True)
     with (logs / f"{name}.log").open("ab") as log:
         process = subprocess.Popen(
@@ -61,7 +71,7 @@ async def spawn(
     theirs.close()
     ours.sendall(records.encode(Begin(options=options)))
     ours.setblocking(False)
-    peer = Peer(name, LocalProcess(process))
+    peer = Peer(name, LocalProcess(process), logs / f"{name}.log")
     await peer.connect(ours)
     return peer
 

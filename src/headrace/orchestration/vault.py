@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class FolderVault:
-    """checkpoints/step-NNNNNN, checkpoints/best, versions/NNNNNNN.safetensors.
+    """checkpoints/step-NNNNNN, best and final, versions/NNNNNNN.safetensors.
 
     Opening it removes what an earlier life of the run left unfinished.
     """
@@ -31,6 +31,9 @@ class FolderVault:
 
     def candidate(self, version: int) -> str:
         return str(self._checkpoints / f"candidate-{version:07d}")
+
+    def final(self) -> str:
+        return str(self._checkpoints / "final")
 
     def version(self, number: int) -> str:
         return str(self._versions / f"{number:07d}.safetensors")

@@ -58,7 +58,7 @@ class EnvironmentConfig(Config):
     sampling: SamplingConfig = SamplingConfig()
     max_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one turn."""
-    stop_strings: tuple[str, ...] = ()
+    stop_strings: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     """Texts that end a turn, besides the model's end-of-sequence tokens."""
     workers: Annotated[int, Meta(ge=1)] = 1
     """Worker processes."""

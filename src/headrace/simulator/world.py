@@ -354,6 +354,9 @@ class SimVault:
     def version(self, number: int) -> str:
         return f"version-{number}"
 
+    def final(self) -> str:
+        return "final"
+
     def kept_bytes(self) -> int:
         return 0
 

@@ -13,6 +13,23 @@ from typing import Any
 
 from headrace.errors import RunFolderError
 
+LOCK = ".headrace.lock"
+OWN = (
+    "config.toml",
+    "metrics*.jsonl",
+    "events.jsonl",
+    "ledger.sqlite*",
+    "episodes",
+    "checkpoints",
+    "versions",
+    "tensorboard",
+    "logs",
+    "report.png",
+    "summary.json",
+    LOCK,
+)
+"""All that a run writes into its folder."""
+
 _STEP_FILE = re.compile(r"step-(\d{6,})\.jsonl")
 
 
@@ -65,20 +82,29 @@ class RunFolder:
                     str(self.path),
                     "continue that run with --resume, replace it with --overwrite, or name another with --run DIR",
                 )
-            if not self.exists():
+            if not self.exists() or not (self.path / LOCK).is_file():
                 raise RunFolderError(
-                    "only a run's folder is overwritten, and this one holds no config.toml",
+                    "only a run's folder is overwritten, and Headrace has made no run in this one",
                     str(self.path),
                     "remove it yourself or choose another with --run DIR",
                 )
             self.hold()
             self.release()
-            shutil.rmtree(self.path)
+            self._remove_run()
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def _remove_run(self) -> None:
+        """What a run writes, and nothing else: a user's own files in the folder stay."""
+        for pattern in OWN:
+            for path in self.path.glob(pattern):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink()
 
     def hold(self) -> None:
         """Keep other processes out until `release` or the end of this process."""
-        lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -27,7 +27,7 @@ class OptimizerConfig(Config):
     """AdamW."""
 
     learning_rate: Annotated[float, Meta(gt=0)] = 1e-5
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0

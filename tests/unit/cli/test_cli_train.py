@@ -116,6 +116,7 @@ def test_a_run_is_resumed_with_more_steps_but_not_with_another_model(
     project: Path, headrace: Headrace, fake_run: FakeRun
 ) -> None:
     headrace("train", project, "--set", "training.steps=20")
+    (project.parent / "runs" / "run" / "ledger.sqlite").touch()
     answer = headrace("train", project, "--resume", "--set", "training.steps=40", "--set", "limits.batch_s=9")
     assert answer.code == 0, answer.err
     assert fake_run.calls[-1][2] is True

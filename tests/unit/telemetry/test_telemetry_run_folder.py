@@ -29,12 +29,17 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path) -> None:
 
 def test_overwriting_removes_a_run_but_never_another_folder(tmp_path: Path) -> None:
     run = begun(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="made no run"):
+        run.make(overwrite=True)
+    run.hold()
+    run.release()
+    (run.path / "notes").write_text("mine")
     run.make(overwrite=True)
-    assert list(run.path.iterdir()) == []
+    assert [path.name for path in run.path.iterdir()] == ["notes"]
     precious = tmp_path / "thesis"
     precious.mkdir()
     (precious / "chapter1.tex").write_text("words")
-    with pytest.raises(RunFolderError, match=r"holds no config\.toml"):
+    with pytest.raises(RunFolderError, match="made no run"):
         RunFolder(precious).make(overwrite=True)
     assert (precious / "chapter1.tex").read_text() == "words"
 
