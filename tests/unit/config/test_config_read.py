@@ -70,7 +70,7 @@ def test_an_unknown_key_is_named_in_full_with_the_nearest_known_one(
         ("recording.tensorboard=1", "recording.tensorboard is true or false", 1),
         (
             "training.optimizer.betas=[0.9]",
-            "training.optimizer.betas is an array of 2: a number >= 0 and < 1",
+            "training.optimizer.betas is an array of 2: a number >= 0 and < 1, a number >= 0 and < 1",
             [0.9],
         ),
         ('training.optimizer.betas=[0.9,"a"]', "training.optimizer.betas[1] is a number >= 0 and < 1", "a"),
