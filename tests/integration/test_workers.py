@@ -23,14 +23,14 @@ from headrace.workers import Pool, call_user, serve
 
 
 @message
-class Order(Record):
+class Errand(Record):
     """What a job of these tests is to do."""
 
     what: str
     seconds: float = 0.0
 
 
-async def obey(order: Order, ask: Any) -> Order:
+async def obey(order: Errand, ask: Any) -> Errand:
     if order.what == "crash":
         await asyncio.sleep(order.seconds)
         os._exit(9)
@@ -74,8 +74,8 @@ def with_pool(tmp_path: Path, work: Any, *, workers: int = 1, concurrency: int =
 def test_the_innocent_of_a_dead_worker_are_run_again_together(tmp_path):
     async def work(pool):
         begun = time.monotonic()
-        jobs = [pool.run(Order(what="sleep", seconds=0.5)) for _ in range(40)]
-        results = await asyncio.gather(*jobs, pool.run(Order(what="crash", seconds=0.1)), return_exceptions=True)
+        jobs = [pool.run(Errand(what="sleep", seconds=0.5)) for _ in range(40)]
+        results = await asyncio.gather(*jobs, pool.run(Errand(what="crash", seconds=0.1)), return_exceptions=True)
         return results, time.monotonic() - begun
 
     (*innocent, guilty), seconds = with_pool(tmp_path, work)
@@ -88,7 +88,7 @@ def test_the_innocent_of_a_dead_worker_are_run_again_together(tmp_path):
 def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
     async def work(pool):
         begun = time.monotonic()
-        await asyncio.gather(*(pool.run(Order(what="thread", seconds=0.5)) for _ in range(64)))
+        await asyncio.gather(*(pool.run(Errand(what="thread", seconds=0.5)) for _ in range(64)))
         return time.monotonic() - begun
 
     assert with_pool(tmp_path, work, concurrency=64) < 4
@@ -99,7 +99,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(tmp_path):
         for worker in list(pool._workers):
             worker.peer.process.kill()
         await asyncio.sleep(1.5)
-        return (await pool.run(Order(what="sleep"))).what, len(pool._workers)
+        return (await pool.run(Errand(what="sleep"))).what, len(pool._workers)
 
     assert with_pool(tmp_path, work, workers=2) == ("sleep", 2)
 
@@ -107,7 +107,7 @@ def test_a_worker_that_dies_while_idle_is_replaced(tmp_path):
 def test_a_cancellation_of_the_users_own_fails_the_job_at_once(tmp_path):
     async def work(pool):
         with pytest.raises(EpisodeFailure) as caught:
-            await pool.run(Order(what="cancel itself"))
+            await pool.run(Errand(what="cancel itself"))
         return caught.value.reason
 
     assert with_pool(tmp_path, work) == "job_error"
@@ -119,7 +119,7 @@ def test_a_question_that_cannot_be_answered_fails_and_does_not_hang(tmp_path):
 
     async def work(pool):
         with pytest.raises(EpisodeFailure) as caught:
-            await pool.run(Order(what="ask"), respond)
+            await pool.run(Errand(what="ask"), respond)
         return caught.value
 
     failure = with_pool(tmp_path, work)
@@ -138,7 +138,7 @@ def test_what_is_being_answered_when_a_job_ends_is_cancelled(tmp_path):
 
     async def work(pool):
         with pytest.raises(EpisodeFailure, match="job_timeout"):
-            await pool.run(Order(what="ask"), respond)
+            await pool.run(Errand(what="ask"), respond)
         await asyncio.sleep(0.1)
 
     with_pool(tmp_path, work, timeout_s=0.5)
