@@ -8,7 +8,7 @@ import sqlite3
 import numpy as np
 import pytest
 
-from headrace.errors import LawBroken, RunFolderError
+from headrace.errors import DeadlineExceeded, LawBroken, RunFolderError
 from headrace.ledger import LOST_IN_CRASH, ORPHANED, Journal, Ledger
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 
@@ -163,3 +163,17 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     (tmp_path / "ledger.sqlite").write_bytes(b"x" * 4096)
     with pytest.raises(RunFolderError, match="SQLite"):
         Ledger(tmp_path / "ledger.sqlite")
+
+
+def test_a_commit_that_does_not_end_is_named_and_not_waited_for():
+    class Hung:
+        async def apply(self, changes):
+            await asyncio.Event().wait()
+
+    async def main():
+        journal = Journal(Hung(), session=1, deadline_s=0.05)
+        journal.version(WeightVersion(number=0, parent=None, step=0))
+        with pytest.raises(DeadlineExceeded, match="waited 0.1 s for the ledger's commit"):
+            await journal.flush()
+
+    asyncio.run(main())
