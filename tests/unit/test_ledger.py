@@ -173,7 +173,7 @@ def test_a_commit_that_does_not_end_is_named_and_not_waited_for():
     async def main():
         journal = Journal(Hung(), session=1, deadline_s=0.05)
         journal.version(WeightVersion(number=0, parent=None, step=0))
-        with pytest.raises(DeadlineExceeded, match="waited 0.1 s for the ledger's commit"):
+        with pytest.raises(DeadlineExceeded, match=r"waited 0\.1 s for the ledger's commit"):
             await journal.flush()
 
     asyncio.run(main())
