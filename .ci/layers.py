@@ -11,7 +11,18 @@ import sys
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parent.parent / "src"
-FLOOR = {"errors", "records", "usage", "ipc", "workers", "references", "tokenizer", "ledger", "config.base"}
+FLOOR = {
+    "errors",
+    "records",
+    "usage",
+    "ipc",
+    "workers",
+    "references",
+    "tokenizer",
+    "ledger",
+    "kernels",
+    "config.base",
+}
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
 PIPELINE = {"pipeline", "evaluation", "resume", "config"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}

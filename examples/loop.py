@@ -130,7 +130,7 @@ class Loop:
         await asyncio.to_thread(self.receiver.receive, manifest, standby)
         await asyncio.to_thread(verify, manifest, standby)
         async with self.forward_pass:
-            self.engine.swap(version.number, kv="keep")
+            self.engine.swap(version.number, "keep")
         self.buffer.engines_serve(version.number)
 
 

@@ -126,7 +126,7 @@ class KvEvent(Record):
     position: int
     version: int
     before: Literal["kept", "recomputed"]
-    cause: Literal["start", "swap", "preempt"] = "swap"
+    cause: Literal["start", "swap", "preempt", "fork", "resume", "sleep"] = "swap"
 
 
 class Turn(Record):

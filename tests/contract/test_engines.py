@@ -9,10 +9,12 @@ import pytest
 from native_process import VOCAB, native_process
 
 from headrace.errors import ComponentDied
+from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import VirtualLoop
-from headrace.simulator.world import SimEngine, SimTrainer
-from headrace.testing.engine import EngineContract, Serving, request
+from headrace.simulator.world import SimTrainer
+from headrace.testing.engine import EngineContract
 from headrace.testing.fakes import fake_pair
+from headrace.testing.serving import Serving, request
 
 
 class TestFakeEngine(EngineContract):

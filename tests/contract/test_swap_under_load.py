@@ -17,7 +17,8 @@ import torch
 from native_process import VOCAB, Published, fresh_model, native_process, version_of
 
 from headrace.audit.recompute import replay_logprobs
-from headrace.engine.base import KvPolicy, SampleRequest
+from headrace.engine.base import Interrupt, SampleRequest
+from headrace.engine.pool import EnginePool
 from headrace.records import KvEvent, Turn, WeightVersion
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Publisher
@@ -45,7 +46,7 @@ class Answer:
     """Staged, though perhaps not yet swapped, when it was answered."""
 
 
-async def load_and_publish(process: Published, versions: int, kv: KvPolicy) -> list[Answer]:
+async def load_and_publish(process: Published, versions: int, interrupt: Interrupt) -> list[Answer]:
     """Keep RUNNING requests running until `versions` versions were published, then let them end."""
     ids, rng = itertools.count(), np.random.default_rng(0)
     answers: list[Answer] = []
@@ -57,7 +58,7 @@ async def load_and_publish(process: Published, versions: int, kv: KvPolicy) -> l
             number = next(ids)
             request = SampleRequest(id=number, context=context, max_tokens=int(rng.integers(30, 90)), seed=number)
             served = process.engine.version
-            turn = await process.engine.sample(request)
+            turn = await pool.sample(request)
             answers.append(Answer(request, turn, served, staged))
 
     async def publish(number: int) -> None:
@@ -66,7 +67,8 @@ async def load_and_publish(process: Published, versions: int, kv: KvPolicy) -> l
         manifest = await process.stage(WeightVersion(number=number, parent=number - 1, step=number))
         await publisher.publish(manifest, [process.engine])
 
-    publisher = Publisher(SyncConfig(kv=kv, deadline_s=30.0))
+    pool = EnginePool([process.engine])
+    publisher = Publisher(SyncConfig(interrupt=interrupt, deadline_s=30.0))
     await publish(1)
     load = [asyncio.create_task(keep_busy()) for _ in range(RUNNING)]
     for number in range(2, versions + 1):
@@ -78,16 +80,16 @@ async def load_and_publish(process: Published, versions: int, kv: KvPolicy) -> l
     return answers
 
 
-@pytest.mark.parametrize(("kv", "versions"), [("keep", 200), ("recompute", 60)])
+@pytest.mark.parametrize(("interrupt", "versions"), [("keep", 200), ("recompute", 60), ("resume", 60)])
 def test_no_token_is_lost_or_mislabelled_while_versions_are_swapped_under_load(
-    tmp_path: Path, kv: KvPolicy, versions: int
+    tmp_path: Path, interrupt: Interrupt, versions: int
 ):
     for number in range(versions + 1):
         version_of(number)
 
     async def scenario() -> list[Answer]:
         async with native_process(tmp_path, max_running=RUNNING, max_context=128) as process:
-            answers = await load_and_publish(process, versions, kv)
+            answers = await load_and_publish(process, versions, interrupt)
             usage = await process.engine.usage()
             assert (usage.running, usage.waiting) == (0, 0)
             assert usage.tokens == sum(answer.request.max_tokens for answer in answers)

@@ -73,11 +73,22 @@ def test_the_transformers_back_end_trains_what_the_native_engine_samples(project
     assert_sound(project, steps=4)
 
 
-@pytest.mark.parametrize("kv", ["keep", "recompute"])
-def test_truncated_sampling_and_swaps_are_recomputable(project, kv):
+@pytest.mark.parametrize(
+    ("interrupt", "schedule"),
+    [
+        ("keep", "blocking"),
+        ("recompute", "blocking"),
+        ("resume", "never_stop"),
+        ("retry", "never_stop"),
+        ("drain", "never_stop"),
+    ],
+)
+def test_truncated_sampling_and_swaps_are_recomputable(project, interrupt, schedule):
     project.train(
-        "--set", "environment.sampling.top_p=0.8", "--set", f"sync.kv={kv}", "--set", "sync.schedule=blocking"
-    )
+        "--set", "environment.sampling.top_p=0.8",
+        "--set", f"sync.interrupt={interrupt}",
+        "--set", f"sync.schedule={schedule}",
+    )  # fmt: skip
     assert_sound(project, steps=12)
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from headrace.evaluation import evaluate
 from headrace.records import Sampling, Task
+from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import run_virtual
-from headrace.simulator.world import Costs, SimEngine, SimRollouts, World
+from headrace.simulator.world import Costs, SimRollouts, World
 
 
 def test_means_are_over_tasks_and_a_failed_episode_counts_as_wrong():

@@ -58,7 +58,7 @@ def _recompute(
     from headrace.audit.kept import KeptVersions
     from headrace.audit.recompute import replay_logprobs
 
-    kept = KeptVersions(Path(config.model.path), place.versions, dtype=config.engine.dtype)
+    kept = KeptVersions(Path(config.model.path), place.versions, config.engine)
     chosen = _spread([item for item in stored if _replayable(item, kept.numbers)], wanted)
     tolerance = TOLERANCE if config.engine.dtype == "float32" else 0.1
     worst, total, tokens = 0.0, 0.0, 0

@@ -6,16 +6,21 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.engine.config import NativeEngineConfig
+
 if TYPE_CHECKING:
     from headrace.models import CausalLM
 
 
 class KeptVersions:
-    """Loads a version when it is asked for, on the CPU, in the type the engine served it in."""
+    """Loads a version when it is asked for, in the type the engine served it in.
 
-    def __init__(self, model_folder: Path, versions: Path, *, dtype: str):
+    On the CPU; an engine that was exact is replayed exactly, on the kind of device it had.
+    """
+
+    def __init__(self, model_folder: Path, versions: Path, engine: NativeEngineConfig):
         self._model_folder = model_folder
-        self._dtype = dtype
+        self._engine = engine
         self._files = {int(file.stem): file for file in versions.glob("*.safetensors") if file.stem.isdigit()}
         self.model = lru_cache(maxsize=8)(self._load)
 
@@ -27,8 +32,15 @@ class KeptVersions:
         import torch
         from safetensors.torch import load_file
 
-        from headrace.models import load_model
+        from headrace.models import ExactOps, load_model
 
-        model = load_model(self._model_folder, dtype=getattr(torch, self._dtype), device="cpu")
+        exact = self._engine.numerics == "exact"
+        had_cuda = exact and self._engine.device != "cpu" and torch.cuda.is_available()
+        model = load_model(
+            self._model_folder,
+            dtype=getattr(torch, self._engine.dtype),
+            device="cuda" if had_cuda else "cpu",
+            ops=ExactOps() if exact else None,
+        )
         model.load_state_dict(load_file(self._files[number]))
         return model

@@ -10,7 +10,17 @@ from headrace.records import Record, Sampling, Turn, message
 from headrace.sync.base import Manifest
 from headrace.usage import Usage
 
-KvPolicy = Literal["keep", "recompute"]
+Interrupt = Literal["keep", "recompute", "resume", "retry", "drain"]
+"""What a swap does to a running request.
+
+keep        it goes on under the new weights; keys and values stay as the old ones computed them
+recompute   it goes on, and its keys and values are computed again under the new weights
+resume      it ends with stop "cancelled"; the caller may go on from the turn by `SampleRequest.begun`
+retry       what it sampled is dropped and it begins again under the new weights
+drain       the swap waits until it has ended
+
+A request to score is never ended by a swap: for "resume" and "retry" it is scored again.
+"""
 
 
 @message
@@ -25,6 +35,28 @@ class SampleRequest(Record):
     stop_strings: tuple[str, ...] = ()
     seed: int = 0
     """Names the request's own random stream: the same seed and weights give the same tokens in any batch."""
+    policy: str = "policy"
+    fork_of: int | None = None
+    """Continue the sequence of this request, which runs or was held, after its first `fork_at` tokens, then
+    `context` (which may be empty). The turn's context is all of it. A source that may end before this arrives is
+    to be held."""
+    fork_at: int = 0
+    hold: bool = False
+    """Keep its pages when it has ended, for forks, until they are needed or `release` is called."""
+    begun: Turn | None = None
+    """A turn on this context that was cut or interrupted: go on from its tokens. `max_tokens` counts them."""
+    interrupt: Interrupt | None = None
+    """What a swap does to it. None: what the swap says."""
+
+
+@message
+class ScoreRequest(Record):
+    """Log-probs of `tokens` after `context`, nothing sampled. The turn has them as its tokens."""
+
+    id: int
+    context: np.ndarray
+    tokens: np.ndarray
+    temperature: float = 1.0
     policy: str = "policy"
 
 
@@ -59,8 +91,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def score(self, request: ScoreRequest) -> Turn:
+        """The tokens' log-probs, as a turn. Fails, and is cancelled, as `sample` is."""
+        ...
+
     def cut(self, request_id: int) -> None:
         """End a running request now: its `sample` returns what there is, with stop "cancelled"."""
+        ...
+
+    def release(self, request_id: int) -> None:
+        """Let go of a request that was held. Forks of it that were asked for before go on."""
         ...
 
     async def announce(self, manifest: Manifest) -> None:
@@ -75,8 +115,13 @@ class Engine(Protocol):
         """Stage 3. Compare the standby buffers with the manifest's checksums."""
         ...
 
-    async def swap(self, number: int, kv: KvPolicy) -> SwapReport:
-        """Stages 4 and 5. Between two forward passes, serve the standby weights; the reply acknowledges."""
+    async def swap(self, number: int, interrupt: Interrupt) -> SwapReport:
+        """Stages 4 and 5. Between two forward passes, serve the standby weights; the reply acknowledges.
+
+        A running request is treated as its own `interrupt` says, or as this one. Where that is "drain", the swap
+        waits until such requests have ended, and those that have not begun wait for the swap. One swap waits at a
+        time. Cancelling the awaiting task, or its deadline, takes a swap that waits back.
+        """
         ...
 
     async def pause(self) -> None:
@@ -84,6 +129,18 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None: ...
+
+    async def sleep(self, keep_weights: bool) -> None:
+        """Free the KV cache, and the weights unless they are kept. Requests wait until `wake`, and can be cut.
+
+        A version that was on its way is forgotten; another can be published while the engine sleeps.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Go on with what waited, its cache computed again. Refused where the weights were not kept and no version
+        was swapped in since."""
+        ...
 
     async def usage(self) -> Usage: ...
 

@@ -21,12 +21,20 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """Sequences decoded together."""
     max_context: Annotated[int, Meta(ge=2)] = 2048
     """Longest sequence, prompt and completion together, in tokens."""
-    page_size: Annotated[int, Meta(ge=1)] = 16
-    """Tokens in one page of the KV cache."""
+    page_size: Annotated[int, Meta(ge=1)] | None = None
+    """Tokens in one page of the KV cache. None: 16 on the CPU, 64 on CUDA."""
     cache_tokens: Annotated[int, Meta(ge=2)] | None = None
-    """Size of the KV cache, in tokens. None: room for `max_running` sequences of `max_context`, up to 1 GiB."""
+    """Size of the KV cache, in tokens. None: room for `max_running` sequences of `max_context`, up to 1 GiB on the
+    CPU and four fifths of the free memory on CUDA."""
     prefill_tokens: Annotated[int, Meta(ge=1)] = 4096
-    """Most prompt tokens in one prefill pass."""
+    """Most prompt tokens in one step, beside one token for each sequence that runs."""
+    kernels: Literal["fused", "reference"] = "fused"
+    """On CUDA: Triton kernels and CUDA graphs, or plain PyTorch. Elsewhere always plain PyTorch."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """`exact`: a token and its log-prob depend on its own sequence alone, bit for bit, whatever the batch, and the
+    trainer recomputes the same bits where it has the same weights."""
+    standby: bool = True
+    """Memory for a second set of weights, so that the next version arrives while this one is served."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
     count: Annotated[int, Meta(ge=1)] = 1

@@ -7,18 +7,20 @@ reading thread  sorts messages to the two                ─┘
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.engine.base import KvPolicy, SampleRequest, SwapReport
+from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.engine.config import NativeEngineConfig
-from headrace.errors import EpisodeFailure, HeadraceError, SyncError
+from headrace.errors import DeadlineExceeded, EpisodeFailure, HeadraceError, SyncError
 from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record
 from headrace.records import Record, Turn, message
 from headrace.sync.base import Manifest, Receiver
@@ -40,7 +42,15 @@ class Sample(Record):
 
 
 @message
+class Score(Record):
+    call: int
+    request: ScoreRequest
+
+
+@message
 class Sampled(Record):
+    """Answers both."""
+
     call: int
     turn: Turn
 
@@ -54,6 +64,11 @@ class Abandon(Record):
 
 @message
 class Cut(Record):
+    request_id: int
+
+
+@message
+class Release(Record):
     request_id: int
 
 
@@ -79,7 +94,14 @@ class Verify(Record):
 class Swap(Record):
     call: int
     number: int
-    kv: str
+    interrupt: Interrupt
+
+
+@message
+class AbandonSwap(Record):
+    """Nobody waits any more for the answer to a Swap: if it has not happened yet, it shall not."""
+
+    swap_call: int
 
 
 @message
@@ -92,6 +114,17 @@ class Swapped(Record):
 class SetPaused(Record):
     call: int
     paused: bool
+
+
+@message
+class Sleep(Record):
+    call: int
+    keep_weights: bool
+
+
+@message
+class Wake(Record):
+    call: int
 
 
 @message
@@ -154,13 +187,15 @@ class EngineServer:
         self._sync = _Standby(engine.name, lambda: engine.standby, receiver, self._answer)
         self._channel = BlockingChannel(sock, divert=self._sync.take)
         self._calls: dict[int, int] = {}
+        self._waiting_swap: Swap | None = None
+        """Waits for requests to end."""
         self._paused = False
         self._watch = Stopwatch()
         self._channel.send(EngineReady(call=0))
 
     def serve(self) -> None:
         while True:
-            if self._paused or not self._engine.has_work:
+            if not self._may_step:
                 with self._watch.state("idle"):
                     first = self._channel.receive()
                 if not self._handle(first):
@@ -168,10 +203,15 @@ class EngineServer:
             for record in self._channel.receive_waiting():
                 if not self._handle(record):
                     return
-            if self._engine.has_work and not self._paused:
+            if self._may_step:
                 with self._watch.state("busy"):
-                    ended = self._engine.step()
+                    ended = self._engine.step(admit=self._waiting_swap is None)
                 self._send_turns(ended)
+            self._swap_once_drained()
+
+    @property
+    def _may_step(self) -> bool:
+        return self._engine.has_work and not self._paused
 
     def _send_turns(self, ended: list[tuple[int, Turn]]) -> None:
         replies = []
@@ -184,20 +224,28 @@ class EngineServer:
 
     def _handle(self, record: Any) -> bool:
         engine = self._engine
-        if isinstance(record, Sample):
+        if isinstance(record, Sample | Score):
             self._add(record)
         elif isinstance(record, Abandon):
             self._calls.pop(record.request_id, None)
             engine.cancel(record.request_id)
+            engine.release(record.request_id)
         elif isinstance(record, Cut):
             turn = engine.cut(record.request_id)
             if turn is not None:
                 self._send_turns([(record.request_id, turn)])
+        elif isinstance(record, Release):
+            engine.release(record.request_id)
         elif isinstance(record, Swap):
-            self._swap(record)
+            self._begin_swap(record)
+        elif isinstance(record, AbandonSwap):
+            if self._waiting_swap is not None and self._waiting_swap.call == record.swap_call:
+                self._waiting_swap = None
         elif isinstance(record, SetPaused):
             self._paused = record.paused
             self._channel.send(Ok(call=record.call))
+        elif isinstance(record, Sleep | Wake):
+            self._sleep_or_wake(record)
         elif isinstance(record, AskUsage):
             usage = self._watch.usage(tokens=engine.tokens_sampled, running=engine.running, waiting=engine.waiting)
             self._channel.send(TellUsage(call=record.call, usage=usage))
@@ -205,25 +253,56 @@ class EngineServer:
             return False
         return True
 
-    def _add(self, record: Sample) -> None:
+    def _add(self, record: Sample | Score) -> None:
         try:
-            self._engine.add(record.request)
+            if isinstance(record, Sample):
+                self._engine.add(record.request)
+            else:
+                self._engine.score(record.request)
             self._calls[record.request.id] = record.call
         except EpisodeFailure as failure:
             self._channel.send(error_to_record(record.call, failure))
 
-    def _swap(self, record: Swap) -> None:
+    def _begin_swap(self, record: Swap) -> None:
+        try:
+            if self._waiting_swap is not None:
+                why = f"the swap to version {self._waiting_swap.number} waits already"
+                raise SyncError("swap", self._engine.name, why)
+            self._sync.require_verified(record.number)
+        except SyncError as error:
+            self._channel.send(error_to_record(record.call, error))
+        else:
+            self._waiting_swap = record
+            self._swap_once_drained()
+
+    def _swap_once_drained(self) -> None:
+        record = self._waiting_swap
+        if record is None or self._engine.must_drain(record.interrupt):
+            return
+        self._waiting_swap = None
         begun = time.perf_counter()
         try:
             self._sync.require_verified(record.number)
-            kv: KvPolicy = "recompute" if record.kv == "recompute" else "keep"
-            report = self._engine.swap(record.number, kv)
+            report = self._engine.swap(record.number, record.interrupt)
         except HeadraceError as error:
             self._channel.send(error_to_record(record.call, error))
             return
         self._sync.forget()
         report = msgspec.structs.replace(report, pause_s=time.perf_counter() - begun)
         self._channel.send(Swapped(call=record.call, report=report))
+
+    def _sleep_or_wake(self, record: Sleep | Wake) -> None:
+        try:
+            with self._sync.between_stages():
+                if isinstance(record, Sleep):
+                    self._sync.forget()
+                    self._engine.sleep(keep_weights=record.keep_weights)
+                else:
+                    self._engine.wake()
+        except HeadraceError as error:
+            self._channel.send(error_to_record(record.call, error))
+        else:
+            self._channel.send(Ok(call=record.call))
 
     def _answer(self, record: Any) -> None:
         self._channel.send(record)
@@ -245,6 +324,7 @@ class _Standby:
         self._answer = answer
         self._manifest: Manifest | None = None
         self._verified: int | None = None
+        self._in_stage = threading.Lock()
         self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="headrace-sync", daemon=True).start()
 
@@ -260,6 +340,10 @@ class _Standby:
                 "swap", self._name, f"version {number} is not verified in standby (it has {self._verified})"
             )
 
+    def between_stages(self) -> AbstractContextManager[Any]:
+        """While it is held no stage begins or is under way, so that nobody writes to the standby buffers."""
+        return self._in_stage
+
     def forget(self) -> None:
         self._manifest = self._verified = None
 
@@ -267,7 +351,8 @@ class _Standby:
         while True:
             record = self._work.get()
             try:
-                self._stage(record)
+                with self._in_stage:
+                    self._stage(record)
                 self._answer(Ok(call=record.call))
             except Exception as error:
                 self._answer(error_to_record(record.call, error))
@@ -312,24 +397,16 @@ class RemoteEngine:
         return self._version
 
     async def sample(self, request: SampleRequest) -> Turn:
-        call = self.peer.next_call()
-        self.load += 1
-        answered = False
-        try:
-            reply = await self.peer.call(Sample(call=call, request=request))
-            answered = True
-            return reply.turn
-        except HeadraceError:
-            answered = True
-            raise
-        finally:
-            self.load -= 1
-            if not answered and not self.peer.died.done():
-                self.peer.tell(Abandon(request_id=request.id))
+        return await self._turn(Sample(call=self.peer.next_call(), request=request))
+
+    async def score(self, request: ScoreRequest) -> Turn:
+        return await self._turn(Score(call=self.peer.next_call(), request=request))
 
     def cut(self, request_id: int) -> None:
-        if not self.peer.died.done():
-            self.peer.tell(Cut(request_id=request_id))
+        self._tell(Cut(request_id=request_id))
+
+    def release(self, request_id: int) -> None:
+        self._tell(Release(request_id=request_id))
 
     async def announce(self, manifest: Manifest) -> None:
         await self._call(Announce(call=self.peer.next_call(), manifest=manifest))
@@ -340,8 +417,13 @@ class RemoteEngine:
     async def verify(self, number: int) -> None:
         await self._call(Verify(call=self.peer.next_call(), number=number))
 
-    async def swap(self, number: int, kv: KvPolicy) -> SwapReport:
-        reply = await self._call(Swap(call=self.peer.next_call(), number=number, kv=kv))
+    async def swap(self, number: int, interrupt: Interrupt) -> SwapReport:
+        call = self.peer.next_call()
+        try:
+            reply = await self._call(Swap(call=call, number=number, interrupt=interrupt))
+        except (asyncio.CancelledError, DeadlineExceeded):
+            self._tell(AbandonSwap(swap_call=call))
+            raise
         self._version = number
         return reply.report
 
@@ -351,11 +433,37 @@ class RemoteEngine:
     async def resume(self) -> None:
         await self._call(SetPaused(call=self.peer.next_call(), paused=False))
 
+    async def sleep(self, keep_weights: bool) -> None:
+        await self._call(Sleep(call=self.peer.next_call(), keep_weights=keep_weights))
+
+    async def wake(self) -> None:
+        await self._call(Wake(call=self.peer.next_call()))
+
     async def usage(self) -> Usage:
         return (await self._call(AskUsage(call=self.peer.next_call()))).usage
 
     async def close(self) -> None:
         await self.peer.close(self._close_s)
+
+    async def _turn(self, record: Sample | Score) -> Turn:
+        self.load += 1
+        answered = False
+        try:
+            reply = await self.peer.call(record)
+            answered = True
+            return reply.turn
+        except HeadraceError:
+            answered = True
+            raise
+        finally:
+            self.load -= 1
+            if not answered:
+                self._tell(Abandon(request_id=record.request.id))
+
+    def _tell(self, record: Any) -> None:
+        """Nobody waits for what becomes of it."""
+        if not self.peer.died.done():
+            self.peer.tell(record)
 
     async def _call(self, record: Any) -> Any:
         return await self.peer.call(record, deadline_s=self._deadline_s)

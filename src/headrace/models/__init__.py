@@ -4,7 +4,11 @@
     shapes.py                   parameter names and shapes       ├ import no torch
     folder.py                   is this folder loadable?         ┘
     ops.py, logprobs.py         the operations a forward pass is made of: a protocol and its reference
+    fused.py                    the same over Triton kernels, for inference
+    exact.py, exact_*.py        the same with the same bits in training and in the engine
     attention.py                what a token attends to: packed sequences, or one with a kept cache
+    paged.py                    attention over pages by the Triton kernels
+    joined.py                   weights side by side in memory
     rope.py, transformer.py     the model itself, over those operations
     io.py                       from and to folders
 
@@ -17,22 +21,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.models.attention import AttentionContext, CachedContext, PackedContext
+    from headrace.models.attention import AttentionContext, CacheContext, CachedContext, PackedContext
     from headrace.models.config import ModelConfig
+    from headrace.models.exact import ExactOps
+    from headrace.models.exact_paged import InvariantContext
     from headrace.models.folder import check_folder
+    from headrace.models.fused import FusedOps
     from headrace.models.io import load_model, random_model, save_model
+    from headrace.models.joined import join, joined_names
     from headrace.models.logprobs import Support, token_logprobs
-    from headrace.models.ops import Ops, ReferenceOps
+    from headrace.models.ops import Ops, ReferenceOps, Rotation
+    from headrace.models.paged import PagedContext
     from headrace.models.rope_config import RopeConfig
     from headrace.models.shapes import parameter_count, parameter_shapes
     from headrace.models.transformer import CausalLM
 
 _HOME = {
     "AttentionContext": "attention",
+    "CacheContext": "attention",
     "CachedContext": "attention",
     "PackedContext": "attention",
+    "PagedContext": "paged",
     "ModelConfig": "config",
+    "ExactOps": "exact",
+    "InvariantContext": "exact_paged",
     "check_folder": "folder",
+    "FusedOps": "fused",
+    "join": "joined",
+    "joined_names": "joined",
     "load_model": "io",
     "random_model": "io",
     "save_model": "io",
@@ -40,6 +56,7 @@ _HOME = {
     "token_logprobs": "logprobs",
     "Ops": "ops",
     "ReferenceOps": "ops",
+    "Rotation": "ops",
     "RopeConfig": "rope_config",
     "parameter_count": "shapes",
     "parameter_shapes": "shapes",
@@ -48,15 +65,23 @@ _HOME = {
 
 __all__ = [
     "AttentionContext",
+    "CacheContext",
     "CachedContext",
     "CausalLM",
+    "ExactOps",
+    "FusedOps",
+    "InvariantContext",
     "ModelConfig",
     "Ops",
     "PackedContext",
+    "PagedContext",
     "ReferenceOps",
     "RopeConfig",
+    "Rotation",
     "Support",
     "check_folder",
+    "join",
+    "joined_names",
     "load_model",
     "parameter_count",
     "parameter_shapes",

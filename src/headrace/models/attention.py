@@ -1,13 +1,15 @@
 """What each token of a flat batch attends to.
 
-Shape letters: T tokens, H query heads, G key/value heads, D head size, B sequences of a bucket.
+Shape letters: T tokens, H query heads, G key/value heads, D head size, B sequences of a bucket, N pages,
+S tokens of a page.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,6 +26,44 @@ class AttentionContext(Protocol):
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         """(T, H, D). Called once per layer and pass, in layer order; writes the cache where there is one."""
         ...
+
+
+@runtime_checkable
+class CacheContext(AttentionContext, Protocol):
+    """A context over a cache of pages, which a back end may write itself, as part of another operation.
+
+    It then calls `attend_cached` in place of `attend`, once per layer and pass, in layer order.
+    """
+
+    @property
+    def rows(self) -> Tensor:
+        """(T,) integers: where in a head's N·S rows each token's key and value belong; negative: nowhere."""
+        ...
+
+    def keys(self, layer: int) -> Tensor:
+        """(G, N, S, D), contiguous: the layer's keys, rotated, to be written in place."""
+        ...
+
+    def values(self, layer: int) -> Tensor:
+        """(G, N, S, D), contiguous: the layer's values, likewise."""
+        ...
+
+    def attend_cached(self, layer: int, q_thd: Tensor) -> Tensor:
+        """(T, H, D), from rotated queries; the pass's keys and values are in the cache already."""
+        ...
+
+
+class Spans(NamedTuple):
+    """Consecutive queries, span by span; int64 (spans,) each."""
+
+    tokens: np.ndarray
+    """Row of a span's first query."""
+    counts: np.ndarray
+    """Its queries."""
+    positions: np.ndarray
+    """Position of the first of them in its sequence; query i sees keys up to that plus i."""
+    places: np.ndarray
+    """Row of the sequence's first key."""
 
 
 class _Bucket(NamedTuple):
@@ -45,6 +85,11 @@ class PackedContext:
         for length in lengths:
             starts.append(starts[-1] + length)
         self.num_tokens = starts[-1]
+        counts, firsts = np.array(lengths, np.int64), np.array(starts[:-1], np.int64)
+        self.spans = Spans(firsts, counts, np.zeros_like(counts), firsts)
+        """The sequences, for a back end that attends by itself."""
+        self.kept: dict[Any, Any] = {}
+        """What such a back end works out from them once, for all layers."""
         self._buckets: list[_Bucket] = []
         sources: list[Tensor] = []
         padded_place = torch.empty(self.num_tokens, dtype=torch.long)
@@ -106,13 +151,18 @@ class CachedContext:
         return 0 if last is None else last.shape[0]
 
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
-        past_k, past_v = self._keys[layer], self._values[layer]
-        if past_k is None or past_v is None:
-            self._keys[layer], self._values[layer] = k_tgd, v_tgd
-            return _causal(q_thd[None], k_tgd[None], v_tgd[None])[0]
-        keys, values = torch.cat((past_k, k_tgd)), torch.cat((past_v, v_tgd))
-        self._keys[layer], self._values[layer] = keys, values
+        keys, values = self.extend(layer, k_tgd, v_tgd)
+        if len(keys) == len(q_thd):
+            return _causal(q_thd[None], keys[None], values[None])[0]
         return _masked(q_thd[None], keys[None], values[None], self._sees(q_thd.shape[0], keys))[0]
+
+    def extend(self, layer: int, k_tgd: Tensor, v_tgd: Tensor) -> tuple[Tensor, Tensor]:
+        """(all keys, all values) of the layer so far, these the last. Instead of `attend`."""
+        past_k, past_v = self._keys[layer], self._values[layer]
+        if past_k is not None and past_v is not None:
+            k_tgd, v_tgd = torch.cat((past_k, k_tgd)), torch.cat((past_v, v_tgd))
+        self._keys[layer], self._values[layer] = k_tgd, v_tgd
+        return k_tgd, v_tgd
 
     def _sees(self, new: int, keys: Tensor) -> Tensor:
         """(new, all) true where a new token sees a key; the same for all layers of a pass."""

@@ -5,6 +5,7 @@ Shape letters: T tokens, D hidden size, V vocabulary, C rows of one chunk, K sup
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,20 @@ from torch.nn import functional as F
 CHUNK_ELEMENTS = 2**27
 # Finite, so that 0 × log 0 is 0 and no NaN arises; its exponential is exactly 0 in float32.
 OUTSIDE_SUPPORT = -1e30
+
+
+Linear = Callable[[Tensor, Tensor], Tensor]
+"""(rows (C, D), head (V, D)) to logits (C, V)."""
+Score = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(logits (C, V), -inf outside the support; temperatures (C,); targets (C,)) to log-probs (C,)."""
+
+
+def head_logits(hidden_td: Tensor, head_weight_vd: Tensor) -> Tensor:
+    """(T, V) logits. On CUDA in float32 also for half precision: rounding a logit of 20 to bfloat16 would move its
+    log-prob by up to 0.06, and not by the same in sampling and in training."""
+    if hidden_td.is_cuda and hidden_td.dtype != torch.float32:
+        return torch.mm(hidden_td, head_weight_vd.t(), out_dtype=torch.float32)
+    return F.linear(hidden_td, head_weight_vd)
 
 
 class Support(NamedTuple):
@@ -34,19 +49,26 @@ def token_logprobs(
     support: Support | tuple[Tensor, Tensor] | None = None,
     *,
     chunk_rows: int | None = None,
+    linear: Linear | None = None,
+    score: Score | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob (T,) of each target and entropy (T,) of softmax(logits / temperature) over each row's support.
 
-    The product with the head runs in the model's dtype, as it does when sampling; the rest is float32.
+    The product with the head is `head_logits`, as it is when sampling; the rest is float32.
     Differentiable once in the hidden states and the head, not in the temperature. At most `chunk_rows` rows
     of logits exist at a time; with several chunks the backward pass computes each chunk's logits again.
     A target outside its row's support has a log-prob near -1e30 (probability 0) and no gradient.
+
+    A back end that wants other bits gives the product with the head as `linear`, and as `score` what the
+    log-probs are computed by; `score` wants a temperature per row.
     """
     if not isinstance(temperature, Tensor) and temperature <= 0:
         raise ValueError(f"temperature must be positive to define a distribution, got {temperature}")
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // head_weight_vd.shape[0])
     ids, offsets = support if support is not None else (None, None)
-    logprobs, entropy = _TokenLogprobs.apply(hidden_td, head_weight_vd, targets_t, temperature, ids, offsets, rows)
+    logprobs, entropy = _TokenLogprobs.apply(
+        hidden_td, head_weight_vd, targets_t, temperature, ids, offsets, rows, linear, score
+    )
     return logprobs, entropy
 
 
@@ -56,14 +78,26 @@ class _Chunk(NamedTuple):
     temperature: Tensor | float
     support: Support | None
 
-    def log_softmax(self, hidden_td: Tensor, head_weight_vd: Tensor) -> Tensor:
-        """(C, V) float32; entries outside the support hold about -1e30."""
-        logits_cv = F.linear(hidden_td[self.rows], head_weight_vd).float()
+    def logits(self, hidden_td: Tensor, head_weight_vd: Tensor, linear: Linear | None) -> Tensor:
+        """(C, V)."""
+        return (linear or head_logits)(hidden_td[self.rows], head_weight_vd)
+
+    def log_softmax(self, logits_cv: Tensor) -> Tensor:
+        """(C, V) float32; entries outside the support hold about -1e30. May use up the logits."""
+        logits_cv = logits_cv.float()
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
             logits_cv = logits_cv.div_(self.temperature)
         if self.support is not None:
             logits_cv.masked_fill_(_outside(self.support, *logits_cv.shape), OUTSIDE_SUPPORT)
         return torch.log_softmax(logits_cv, dim=-1)
+
+    def score(self, logits_cv: Tensor, score: Score) -> Tensor:
+        """(C,) log-probs of the targets."""
+        if self.support is not None:
+            logits_cv = logits_cv.masked_fill(_outside(self.support, *logits_cv.shape), -torch.inf)
+        assert isinstance(self.temperature, Tensor)
+        logprobs_c = score(logits_cv, self.temperature[:, 0], self.targets_c1[:, 0])
+        return logprobs_c.clamp_(min=OUTSIDE_SUPPORT)
 
 
 def _outside(support: Support, rows: int, vocabulary: int) -> Tensor:
@@ -115,19 +149,25 @@ class _TokenLogprobs(torch.autograd.Function):
         ids: Tensor | None,
         offsets: Tensor | None,
         rows: int,
+        linear: Linear | None,
+        score: Score | None,
     ) -> tuple[Tensor, Tensor]:
         chunks = _chunks(targets_t.long(), temperature, ids, offsets, rows)
         logprobs_t = hidden_td.new_empty(targets_t.shape, dtype=torch.float32)
         entropy_t = torch.empty_like(logprobs_t)
         kept_cv: Tensor | None = None
         for chunk in chunks:
-            logp_cv = chunk.log_softmax(hidden_td, head_weight_vd)
-            logprobs_t[chunk.rows] = logp_cv.gather(1, chunk.targets_c1).squeeze(1)
+            logits_cv = chunk.logits(hidden_td, head_weight_vd, linear)
+            if score is not None:
+                logprobs_t[chunk.rows] = chunk.score(logits_cv, score)
+            logp_cv = chunk.log_softmax(logits_cv)
+            if score is None:
+                logprobs_t[chunk.rows] = logp_cv.gather(1, chunk.targets_c1).squeeze(1)
             entropy_t[chunk.rows] = -torch.linalg.vecdot(logp_cv.exp(), logp_cv)
             if len(chunks) == 1:
                 kept_cv = logp_cv
         ctx.save_for_backward(hidden_td, head_weight_vd, logprobs_t, entropy_t, kept_cv)
-        ctx.chunks = chunks
+        ctx.chunks, ctx.linear = chunks, linear
         ctx.set_materialize_grads(False)
         return logprobs_t, entropy_t
 
@@ -142,7 +182,9 @@ class _TokenLogprobs(torch.autograd.Function):
         # Many chunks summed in half precision would lose the small ones.
         grad_head = torch.zeros_like(head_weight_vd, dtype=torch.float32) if wants_head else None
         for chunk in ctx.chunks:
-            logp_cv = kept_cv if kept_cv is not None else chunk.log_softmax(hidden_td, head_weight_vd)
+            logp_cv = kept_cv
+            if logp_cv is None:
+                logp_cv = chunk.log_softmax(chunk.logits(hidden_td, head_weight_vd, ctx.linear))
             grad_logits_cv = logp_cv.exp()
             if grad_entropy_t is None:
                 grad_logits_cv.mul_(-grad_logprobs_t[chunk.rows, None])
@@ -166,4 +208,4 @@ class _TokenLogprobs(torch.autograd.Function):
                     grad_head.add_(low_cv.t() @ hidden_td[chunk.rows])
         if grad_head is not None:
             grad_head = grad_head.to(head_weight_vd.dtype)
-        return grad_hidden, grad_head, None, None, None, None, None
+        return grad_hidden, grad_head, None, None, None, None, None, None, None

@@ -7,16 +7,30 @@ and both sides agree by construction. Shape letters: T tokens, D hidden size, H 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headrace.models.logprobs import Support, token_logprobs
+from headrace.models.logprobs import Support, head_logits, token_logprobs
 
 if TYPE_CHECKING:
     from headrace.models.attention import AttentionContext
+
+
+class Rotation(NamedTuple):
+    """What happens to queries and keys before they are compared: a norm per head, if any, then the rotation."""
+
+    cos: Tensor
+    """(T, 1, head), in the queries' dtype."""
+    sin: Tensor
+    """Likewise; its first half is already negated."""
+    q_norm: Tensor | None
+    """(head,): the weight of the queries' norm. There is none, or one for queries and one for keys."""
+    k_norm: Tensor | None
+    eps: float
+    """The norms' own."""
 
 
 class Ops(Protocol):
@@ -47,12 +61,21 @@ class Ops(Protocol):
         """
         ...
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, context: AttentionContext) -> Tensor:
-        """(T, H, head): each token attends to what the context says it sees. Writes the context's cache."""
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, layer: int, context: AttentionContext
+    ) -> Tensor:
+        """(T, H, head): each token attends to what the context says it sees. Writes the context's cache.
+
+        q, k and v are as projected; norm and rotation are done here, so that a back end can fuse them.
+        """
         ...
 
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) · up."""
+        ...
+
+    def logits(self, hidden: Tensor, head_weight: Tensor) -> Tensor:
+        """(T, V), before any temperature: what `token_logprobs` computes log-probs from."""
         ...
 
     def token_logprobs(
@@ -96,11 +119,20 @@ class ReferenceOps:
             torch.addcmul(k * cos, k.roll(half, -1), sin),
         )
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, layer: int, context: AttentionContext) -> Tensor:
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, layer: int, context: AttentionContext
+    ) -> Tensor:
+        cos, sin, q_norm, k_norm, eps = rotation
+        if q_norm is not None and k_norm is not None:
+            q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
+        q, k = self.rope(q, k, cos, sin)
         return context.attend(layer, q, k, v)
 
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
+
+    def logits(self, hidden: Tensor, head_weight: Tensor) -> Tensor:
+        return head_logits(hidden, head_weight)
 
     def token_logprobs(
         self,

@@ -21,9 +21,18 @@ class Rotary:
         self._scaling = attention_scaling(config)
         self._limit = config.max_sequence_length
         self._kind = config.rope.kind
+        self._known: tuple[Tensor, Tensor] | None = None
+
+    def know(self, length: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Keep the tables of all positions below `length`: then a pass only looks its own up."""
+        self._known = None
+        self._known = self.tables(torch.arange(length, device=device), dtype)
 
     def tables(self, positions_t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(cos, sin), each (T, 1, head size): computed in float32, then cast. All layers share them."""
+        known = self._known
+        if known is not None and known[0].dtype == dtype and known[0].device == positions_t.device:
+            return known[0].index_select(0, positions_t), known[1].index_select(0, positions_t)
         self._check(positions_t)
         if self._signed_frequencies.device != positions_t.device:
             self._signed_frequencies = self._signed_frequencies.to(positions_t.device)

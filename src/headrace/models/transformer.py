@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext
 from headrace.models.config import ModelConfig
-from headrace.models.ops import Ops, ReferenceOps
+from headrace.models.ops import Ops, ReferenceOps, Rotation
 from headrace.models.rope import Rotary
 
 
@@ -46,11 +46,10 @@ class Attention(nn.Module):
         q = q.view(tokens, self.num_heads, dim)
         k = k.view(tokens, self.num_kv_heads, dim)
         v = v.view(tokens, self.num_kv_heads, dim)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = ops.rms_norm(q, self.q_norm.weight, self.eps)
-            k = ops.rms_norm(k, self.k_norm.weight, self.eps)
-        q, k = ops.rope(q, k, cos, sin)
-        return project(ops, ops.attention(q, k, v, self.layer, context).flatten(1), self.o_proj)
+        q_norm = None if self.q_norm is None else self.q_norm.weight
+        k_norm = None if self.k_norm is None else self.k_norm.weight
+        rotation = Rotation(cos, sin, q_norm, k_norm, self.eps)
+        return project(ops, ops.attention(q, k, v, rotation, self.layer, context).flatten(1), self.o_proj)
 
 
 class MLP(nn.Module):
@@ -126,6 +125,13 @@ class CausalLM(nn.Module):
             None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         )
 
+    def use(self, ops: Ops) -> CausalLM:
+        """Compute with this back end from now on."""
+        for module in self.modules():
+            if isinstance(module, Attention | MLP | DecoderLayer | Decoder | CausalLM):
+                module.ops = ops
+        return self
+
     def forward(self, tokens_t: Tensor, positions_t: Tensor, context: AttentionContext) -> Tensor:
         """Hidden states (T, D) after the final norm.
 
@@ -136,8 +142,8 @@ class CausalLM(nn.Module):
         return hidden_td
 
     def logits(self, hidden_td: Tensor) -> Tensor:
-        """(T, V) in the model's dtype, before any temperature."""
-        return self.ops.linear(hidden_td, self.head_weight, None)
+        """(T, V), before any temperature."""
+        return self.ops.logits(hidden_td, self.head_weight)
 
     @property
     def head_weight(self) -> Tensor:

@@ -32,13 +32,17 @@ class Policy(Protocol):
         prompt: str | Sequence[dict[str, Any]] | Sequence[int],
         *,
         after: Completion | None = None,
+        at: int | None = None,
+        hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
         """One turn. `prompt` is text, chat messages, or tokens.
 
         With `after`, the turn continues that completion's sequence, token for token: `prompt` is only what
-        comes between the two.
+        comes between the two, if anything. With `at`, it continues only the completion's first `at` tokens: a
+        fork, which may be taken many times. What is continued often is sampled with `hold`: the engine then keeps
+        what it computed for it while the episode lasts and there is room, and a fork costs only new tokens.
         """
         ...
 

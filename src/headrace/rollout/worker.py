@@ -46,6 +46,9 @@ class RunEpisode(Record):
 class SampleCall(Record):
     context: np.ndarray
     parent: int | None
+    at: int | None
+    """How many of the parent's tokens are continued. None: all."""
+    hold: bool
     max_tokens: int
     stop_strings: tuple[str, ...]
 
@@ -119,9 +122,13 @@ class _WorkerPolicy:
         prompt: str | Sequence[dict[str, Any]] | Sequence[int],
         *,
         after: Completion | None = None,
+        at: int | None = None,
+        hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
+        if at is not None and (after is None or not 0 <= at <= len(after.tokens)):
+            raise EpisodeFailure("bad_request", f"`at` counts the tokens of the completion in `after` (got {at})")
         if after is not None and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
             what = "messages cannot continue a completion: give the text, or tokens, that come between"
             raise EpisodeFailure("bad_request", what)
@@ -129,6 +136,8 @@ class _WorkerPolicy:
             SampleCall(
                 context=np.asarray(self._tokens(prompt, first=after is None), np.int32),
                 parent=None if after is None else after.turn,
+                at=at,
+                hold=hold,
                 max_tokens=max_tokens or self._config.max_tokens,
                 stop_strings=(*self._config.stop_strings, *stop),
             )
@@ -191,6 +200,7 @@ class WorkerRollouts:
             failure = "late"
         finally:
             del self._running[request.id]
+            recorder.release()
         return Episode(
             id=request.id,
             task=request.task,
@@ -220,6 +230,8 @@ class _Recorder:
         self._request = request
         self._sampling = sampling
         self._open: set[int] = set()
+        self._held: dict[int, int] = {}
+        """Requests by the turns that came of them."""
         self._attempt = 1
         self._calls = itertools.count()
         self._task = asyncio.current_task()
@@ -229,13 +241,19 @@ class _Recorder:
             raise EpisodeFailure("late")
         if call.parent is not None and not 0 <= call.parent < len(self.turns):
             raise EpisodeFailure("bad_request", f"a turn continues one of the {len(self.turns)} before it")
-        context = call.context
+        context, fork_of, fork_at = call.context, None, 0
         if call.parent is not None:
-            before = Episode(id="", task=self._request.task, turns=tuple(self.turns))
-            context = np.concatenate([before.full_context(call.parent), self.turns[call.parent].tokens, context])
+            before = Episode(id="", task=self._request.task, turns=tuple(self.turns)).full_context(call.parent)
+            shared = np.concatenate([before, self.turns[call.parent].tokens[: call.at]])
+            fork_of, fork_at = self._held.get(call.parent), len(shared)
+            if fork_of is None:
+                context = np.concatenate([shared, context])
         request = SampleRequest(
             id=next(_request_ids),
             context=context,
+            fork_of=fork_of,
+            fork_at=fork_at,
+            hold=call.hold,
             max_tokens=call.max_tokens,
             sampling=self._sampling,
             stop_strings=call.stop_strings,
@@ -249,10 +267,30 @@ class _Recorder:
             self._open.discard(request.id)
         self._request.on_tokens(len(turn.tokens))
         if attempt != self._attempt:
+            if call.hold:
+                self._request.engine.release(request.id)
             self._request.on_wasted(len(turn.tokens))
             raise EpisodeFailure("abandoned")
-        self.turns.append(msgspec.structs.replace(turn, context=call.context, parent=call.parent))
+        if call.hold:
+            self._held[len(self.turns)] = request.id
+        self.turns.append(self._as_continued(turn, call))
         return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
+
+    def _as_continued(self, turn: Turn, call: SampleCall) -> Turn:
+        """The turn with its context by reference: to the turn it continues or, where it continues only a part of
+        that, to the one that continued."""
+        source = None if call.parent is None else self.turns[call.parent]
+        if source is None or call.at is None or call.at == len(source.tokens):
+            return msgspec.structs.replace(turn, context=call.context, parent=call.parent)
+        context = np.concatenate([source.context, source.tokens[: call.at], call.context])
+        assert call.parent is not None
+        return msgspec.structs.replace(turn, context=context, parent=source.parent, joins=(call.parent,))
+
+    def release(self) -> None:
+        """Nothing more is continued."""
+        for request_id in self._held.values():
+            self._request.engine.release(request_id)
+        self._held.clear()
 
     def cut(self) -> None:
         self.cut_short = True
@@ -268,6 +306,7 @@ class _Recorder:
         self._calls = itertools.count()
         self._request.on_wasted(sum(len(turn.tokens) for turn in self.turns))
         self.turns.clear()
+        self.release()
         self._end_open()
 
     def _end_open(self) -> None:

@@ -16,10 +16,10 @@ from headrace.pipeline import Parts, Pipeline
 from headrace.records import Task
 from headrace.resume import open_session
 from headrace.rollout.tasks import TaskOrder
+from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import run_virtual
 from headrace.simulator.world import (
     Costs,
-    SimEngine,
     SimRollouts,
     SimScorers,
     SimStore,

@@ -38,18 +38,19 @@ class Publisher:
     async def publish(self, manifest: Manifest, engines: Sequence[Engine]) -> Published:
         clock = asyncio.get_running_loop().time
         begun = clock()
-        async with self._interrupt(engines):
+        async with self._standstill(engines):
             number = manifest.version.number
             await self._each(engines, "announce", lambda engine: engine.announce(manifest))
             await self._each(engines, "transfer", lambda engine: engine.transfer(number))
             await self._each(engines, "verify", lambda engine: engine.verify(number))
-            reports = await self._each(engines, "swap", lambda engine: engine.swap(number, self._config.kv))
+            interrupt = self._config.interrupt
+            reports = await self._each(engines, "swap", lambda engine: engine.swap(number, interrupt))
         seconds = clock() - begun
         pause = seconds if self._config.schedule == "blocking" else max(r.pause_s for r in reports)
         return Published(number=number, seconds=seconds, pause_s=pause)
 
     @asynccontextmanager
-    async def _interrupt(self, engines: Sequence[Engine]) -> AsyncIterator[None]:
+    async def _standstill(self, engines: Sequence[Engine]) -> AsyncIterator[None]:
         """What happens to generation meanwhile: nothing, or it stands still."""
         if self._config.schedule == "never_stop":
             yield

@@ -1,6 +1,6 @@
 """Contract suites for backends of a user's own, and the fakes that pass them.
 
-    engine.py      EngineContract       serve, publish, swap, pause
+    engine.py      EngineContract       serve, publish, swap, pause; with interrupts.py (also sleep) and forks.py
     transport.py   TransportContract    weights from a sender to its receivers
     buffer.py      BufferContract       admission, order, lateness
     fakes.py       an engine and a trainer without a model, a scripted policy, a child process that obeys
@@ -16,6 +16,5 @@ import sys
 if "pytest" in sys.modules:
     import pytest
 
-    pytest.register_assert_rewrite(
-        "headrace.testing.engine", "headrace.testing.transport", "headrace.testing.buffer"
-    )
+    suites = ("engine", "interrupts", "forks", "serving", "transport", "buffer")
+    pytest.register_assert_rewrite(*(f"headrace.testing.{suite}" for suite in suites))

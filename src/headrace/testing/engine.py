@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
-from headrace.engine.base import Engine, KvPolicy, SampleRequest
-from headrace.errors import EpisodeFailure, SyncError
-from headrace.records import KvEvent, Sampling, Turn, WeightVersion
-from headrace.sync.base import Manifest
-from headrace.testing.loops import on_loop, until
+from headrace.errors import EpisodeFailure
+from headrace.records import Sampling
+from headrace.testing.forks import ForkTests
+from headrace.testing.interrupts import InterruptTests
+from headrace.testing.loops import until
+from headrace.testing.serving import (
+    Serving,
+    changed,
+    has,
+    plain,
+    publish,
+    refused,
+    request,
+    running,
+    scenario,
+    score,
+    serves,
+    stage,
+    start,
+)
 
 
-@dataclass(frozen=True)
-class Serving:
-    """An engine under test and what goes with it. One may serve all tests of a suite: they leave it idle."""
+class EngineContract(InterruptTests, ForkTests):
+    """Subclass as TestMyEngine with a fixture `serving`, of any scope, that gives a Serving.
 
-    engine: Engine
-    run: Callable[[Coroutine[Any, Any, None]], Any]
-    """Runs a coroutine on the engine's own event loop: an asyncio.Runner's `run`."""
-    stage: Callable[[WeightVersion], Awaitable[Manifest]]
-    """Put weights, other ones for each version, where the engine can fetch them."""
-    vocab_size: int
-    long_tokens: int
-    """A max_tokens that the engine works on for about a second."""
-    numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-
-scenario = on_loop(lambda fixtures: fixtures["serving"].run)
-
-
-class EngineContract:
-    """Subclass as TestMyEngine with a fixture `serving`, of any scope, that gives a Serving."""
-
-    @pytest.fixture
-    def serving(self) -> Serving:
-        raise NotImplementedError("give a fixture `serving` that returns a Serving")
+    A backend that cannot do everything says in `supports` what it can.
+    """
 
     # ── Sampling ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -57,7 +48,7 @@ class EngineContract:
         assert ((turn.tokens >= 0) & (turn.tokens < serving.vocab_size)).all()
         assert (np.isfinite(turn.logprobs) & (turn.logprobs <= 0)).all()
         assert turn.versions.tolist() == [number] * len(turn.tokens)
-        assert _plain(turn.lineage) == [(0, number, "kept", "start")]
+        assert plain(turn.lineage) == [(0, number, "kept", "start")]
         assert turn.context.tolist() == [3, 1, 2]
         assert (turn.sampling.temperature, turn.seed, turn.policy) == (0.5, 9, "mine")
         assert turn.engine == serving.engine.name
@@ -86,6 +77,26 @@ class EngineContract:
             np.testing.assert_allclose(turn.logprobs[alone], 0.0, atol=1e-6)
 
     @scenario
+    async def test_scoring_gives_the_log_probs_that_sampling_recorded(self, serving: Serving) -> None:
+        self.needs("score")
+        number = await publish(serving)
+        for sampling in (Sampling(), Sampling(temperature=0.6)):
+            turn = await serving.engine.sample(request([3, 1, 2], 20, sampling=sampling, policy="mine"))
+            scored = await score(serving, turn)
+            np.testing.assert_allclose(scored.logprobs, turn.logprobs, atol=1e-4)
+            assert scored.tokens.tolist() == turn.tokens.tolist()
+            assert scored.context.tolist() == [3, 1, 2]
+            assert scored.versions.tolist() == [number] * len(turn.tokens)
+            assert plain(scored.lineage) == [(0, number, "kept", "start")]
+            assert (scored.logprobs.dtype, scored.versions.dtype) == (np.float32, np.int32)
+            assert (scored.stop, scored.engine) == ("length", serving.engine.name)
+        nothing = changed(turn, tokens=turn.tokens[:0], logprobs=turn.logprobs[:0], versions=turn.versions[:0])
+        for bad in (nothing, changed(turn, context=turn.context[:0])):
+            with pytest.raises(EpisodeFailure) as caught:
+                await score(serving, bad)
+            assert caught.value.reason == "bad_request"
+
+    @scenario
     async def test_a_hundred_requests_at_once_each_get_their_own_answer(self, serving: Serving) -> None:
         number = await publish(serving)
         asked = [request([1 + i % 5] * (1 + i % 7), 1 + i % 11, seed=i) for i in range(100)]
@@ -111,7 +122,7 @@ class EngineContract:
         engine = serving.engine
         good = [request([1, 2, i], serving.long_tokens) for i in range(3)]
         tasks = [asyncio.create_task(engine.sample(one)) for one in good]
-        await _running(engine, 3)
+        await running(engine, 3)
         for bad in (request([], 5), request([1], 0), request([1], 5, id=good[0].id)):
             with pytest.raises(EpisodeFailure) as caught:
                 await engine.sample(bad)
@@ -126,16 +137,16 @@ class EngineContract:
     async def test_cancelling_the_waiting_task_frees_the_request_and_no_other(self, serving: Serving) -> None:
         engine = serving.engine
         first = request([1, 2], serving.long_tokens)
-        cancelled, other = asyncio.create_task(engine.sample(first)), _start(serving, [1, 3])
-        await _running(engine, 2)
+        cancelled, other = asyncio.create_task(engine.sample(first)), start(serving, [1, 3])
+        await running(engine, 2)
         cancelled.cancel()
         with pytest.raises(asyncio.CancelledError):
             await cancelled
-        await until(lambda: _has(engine, running=1))
+        await until(lambda: has(engine, running=1))
         again = await engine.sample(request([1, 2], 3, id=first.id))
         assert again.stop in ("length", "stop")
         assert (await other).stop == "length"
-        await until(lambda: _has(engine, running=0))
+        await until(lambda: has(engine, running=0))
 
     @scenario
     async def test_a_cut_request_returns_what_there_is(self, serving: Serving) -> None:
@@ -143,16 +154,16 @@ class EngineContract:
         number = await publish(serving)
         asked = request([1, 2, 3], serving.long_tokens)
         task = asyncio.create_task(engine.sample(asked))
-        await _running(engine, 1)
+        await running(engine, 1)
         await asyncio.sleep(0.05)
         engine.cut(asked.id)
         turn = await task
         assert turn.stop == "cancelled"
         assert 1 <= len(turn.tokens) < serving.long_tokens
         assert set(turn.versions.tolist()) == {number}
-        assert _plain(turn.lineage) == [(0, number, "kept", "start")]
+        assert plain(turn.lineage) == [(0, number, "kept", "start")]
         assert turn.context.tolist() == [1, 2, 3]
-        await until(lambda: _has(engine, running=0))
+        await until(lambda: has(engine, running=0))
 
     @scenario
     async def test_cutting_an_unknown_request_changes_nothing(self, serving: Serving) -> None:
@@ -165,7 +176,7 @@ class EngineContract:
     async def test_a_version_is_served_from_its_swap_on_and_not_before(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await _stage(serving)
+        manifest = await stage(serving)
         new = manifest.version.number
         for step in (lambda: engine.announce(manifest), lambda: engine.transfer(new), lambda: engine.verify(new)):
             await step()
@@ -180,41 +191,41 @@ class EngineContract:
     async def test_no_stage_can_be_skipped(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await _stage(serving)
+        manifest = await stage(serving)
         new = manifest.version.number
-        await _refused("transfer", engine.transfer(new))
-        await _refused("verify", engine.verify(new))
-        await _refused("swap", engine.swap(new, "keep"))
+        await refused("transfer", engine.transfer(new))
+        await refused("verify", engine.verify(new))
+        await refused("swap", engine.swap(new, "keep"))
         await engine.announce(manifest)
-        await _refused("verify", engine.verify(new))
-        await _refused("swap", engine.swap(new, "keep"))
+        await refused("verify", engine.verify(new))
+        await refused("swap", engine.swap(new, "keep"))
         await engine.transfer(new)
-        await _refused("swap", engine.swap(new, "keep"))
-        await _serves(engine, old)
+        await refused("swap", engine.swap(new, "keep"))
+        await serves(engine, old)
         await engine.verify(new)
         await engine.transfer(new)
-        await _refused("swap", engine.swap(new, "keep"))
+        await refused("swap", engine.swap(new, "keep"))
         await engine.verify(new)
         await engine.swap(new, "keep")
-        await _refused("swap", engine.swap(new, "keep"))
-        await _serves(engine, new)
+        await refused("swap", engine.swap(new, "keep"))
+        await serves(engine, new)
 
     @scenario
     async def test_a_manifest_that_does_not_fit_is_refused(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await _stage(serving)
+        manifest = await stage(serving)
         first, *rest = manifest.tensors
         for tensors in (
             rest,
-            [*manifest.tensors, _changed(first, name="another")],
-            [_changed(first, shape=(*first.shape, 1)), *rest],
-            [_changed(first, dtype="int8"), *rest],
+            [*manifest.tensors, changed(first, name="another")],
+            [changed(first, shape=(*first.shape, 1)), *rest],
+            [changed(first, dtype="int8"), *rest],
         ):
-            await _refused("announce", engine.announce(_changed(manifest, tensors=tuple(tensors))))
-            await _refused("swap", engine.swap(manifest.version.number, "keep"))
-        await _serves(engine, old)
-        await _serves(engine, await publish(serving))
+            await refused("announce", engine.announce(changed(manifest, tensors=tuple(tensors))))
+            await refused("swap", engine.swap(manifest.version.number, "keep"))
+        await serves(engine, old)
+        await serves(engine, await publish(serving))
 
     @scenario
     async def test_weights_that_arrive_damaged_are_refused_and_the_next_ones_are_served(
@@ -222,36 +233,16 @@ class EngineContract:
     ) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await _stage(serving)
+        manifest = await stage(serving)
         new = manifest.version.number
         *rest, last = manifest.tensors
-        damaged = _changed(manifest, tensors=(*rest, _changed(last, checksum=last.checksum ^ 1)))
+        damaged = changed(manifest, tensors=(*rest, changed(last, checksum=last.checksum ^ 1)))
         await engine.announce(damaged)
         await engine.transfer(new)
-        await _refused("verify", engine.verify(new))
-        await _refused("swap", engine.swap(new, "keep"))
-        await _serves(engine, old)
-        await _serves(engine, await publish(serving))
-
-    @pytest.mark.parametrize("kv", ["keep", "recompute"])
-    @scenario
-    async def test_sequences_that_run_through_a_swap_carry_both_versions(
-        self, serving: Serving, kv: KvPolicy
-    ) -> None:
-        engine = serving.engine
-        old = await publish(serving)
-        tasks = [_start(serving, [1, 2, i]) for i in range(4)]
-        await _running(engine, 4)
-        new = await publish(serving, kv)
-        before = "recomputed" if kv == "recompute" else "kept"
-        for turn in await asyncio.gather(*tasks):
-            changes = np.flatnonzero(np.diff(turn.versions)) + 1
-            assert turn.versions[[0, -1]].tolist() == [old, new]
-            assert len(changes) == 1
-            # The pass over the token before the first new one is the first under the new weights.
-            position = len(turn.context) + int(changes[0]) - 1
-            assert _plain(turn.lineage) == [(0, old, "kept", "start"), (position, new, before, "swap")]
-            assert (turn.stop, len(turn.tokens)) == ("length", serving.long_tokens)
+        await refused("verify", engine.verify(new))
+        await refused("swap", engine.swap(new, "keep"))
+        await serves(engine, old)
+        await serves(engine, await publish(serving))
 
     # ── Pauses and time ──────────────────────────────────────────────────────────────────────────────────
 
@@ -259,8 +250,8 @@ class EngineContract:
     async def test_a_paused_engine_does_nothing_until_it_is_resumed(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        begun = _start(serving, [1, 2])
-        await _running(engine, 1)
+        begun = start(serving, [1, 2])
+        await running(engine, 1)
         await engine.pause()
         before = await engine.usage()
         waiting, unlucky = asyncio.create_task(engine.sample(request([1], 2))), request([1], 2)
@@ -295,63 +286,3 @@ class EngineContract:
         assert spent.busy_s > 0
         assert spent.idle_s >= 0.15
         assert (spent.running, spent.waiting) == (0, 0)
-
-
-# ── Steps of the tests ───────────────────────────────────────────────────────────────────────────────────
-
-_ids = itertools.count(1)
-
-
-def request(context: list[int], max_tokens: int, **fields: Any) -> SampleRequest:
-    values = {"id": next(_ids), **fields}
-    return SampleRequest(context=np.asarray(context, np.int32), max_tokens=max_tokens, **values)
-
-
-async def publish(serving: Serving, kv: KvPolicy = "keep") -> int:
-    """Take a new version through all stages; returns its number."""
-    manifest = await _stage(serving)
-    number = manifest.version.number
-    await serving.engine.announce(manifest)
-    await serving.engine.transfer(number)
-    await serving.engine.verify(number)
-    await serving.engine.swap(number, kv)
-    return number
-
-
-async def _stage(serving: Serving) -> Manifest:
-    number = next(serving.numbers)
-    return await serving.stage(WeightVersion(number=number, parent=serving.engine.version, step=number))
-
-
-def _start(serving: Serving, context: list[int]) -> asyncio.Task[Turn]:
-    return asyncio.create_task(serving.engine.sample(request(context, serving.long_tokens)))
-
-
-async def _has(engine: Engine, *, running: int) -> bool:
-    usage = await engine.usage()
-    return (usage.running, usage.waiting) == (running, 0)
-
-
-async def _running(engine: Engine, count: int) -> None:
-    """Wait until so many requests have begun, and time has passed since."""
-    await until(lambda: _has(engine, running=count))
-    await asyncio.sleep(0.005)
-
-
-async def _serves(engine: Engine, number: int) -> None:
-    assert engine.version == number
-    assert set((await engine.sample(request([1, 2], 3))).versions.tolist()) == {number}
-
-
-async def _refused(stage: str, action: Awaitable[Any]) -> None:
-    with pytest.raises(SyncError) as caught:
-        await action
-    assert caught.value.stage == stage
-
-
-def _changed(record: Any, **changes: Any) -> Any:
-    return msgspec.structs.replace(record, **changes)
-
-
-def _plain(lineage: tuple[KvEvent, ...]) -> list[tuple[int, int, str, str]]:
-    return [(event.position, event.version, event.before, event.cause) for event in lineage]

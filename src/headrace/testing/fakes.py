@@ -12,7 +12,8 @@ from typing import Any
 from headrace.ipc import BlockingChannel, Stop, error_to_record
 from headrace.records import Record, message
 from headrace.rollout.base import Completion
-from headrace.simulator.world import Costs, SimEngine, SimTrainer, World
+from headrace.simulator.engine import SimEngine
+from headrace.simulator.world import Costs, SimTrainer, World
 
 
 def fake_pair(token_s: float = 0.001, name: str = "fake") -> tuple[SimEngine, SimTrainer]:
@@ -37,6 +38,8 @@ class ScriptedPolicy:
         prompt: str | Sequence[dict[str, Any]] | Sequence[int],
         *,
         after: Completion | None = None,
+        at: int | None = None,
+        hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:

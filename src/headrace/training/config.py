@@ -61,6 +61,9 @@ class TrainingConfig(Config):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of forward and backward; the parameters that the optimizer keeps are float32."""
+    numerics: Literal["fast", "exact"] = "fast"
+    """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
+    kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
     checkpoint_every: Annotated[int, Meta(ge=1)] = 50
@@ -73,6 +76,12 @@ class TrainingConfig(Config):
                 "training.min_group is at most training.group_size",
                 f"{self.min_group} > {self.group_size}",
                 "lower training.min_group",
+            )
+        if self.numerics == "exact" and self.backend != "native":
+            raise ConfigError(
+                'training.numerics = "exact" needs training.backend = "native"',
+                self.backend,
+                'set training.numerics = "fast" or training.backend = "native"',
             )
         if self.optimizer.warmup_steps > self.steps:
             raise ConfigError(

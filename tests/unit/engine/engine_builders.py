@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from headrace.audit.recompute import replay_logprobs
-from headrace.engine.base import KvPolicy, SampleRequest
+from headrace.engine.base import Interrupt, SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import CausalLM, ModelConfig, PackedContext, random_model
@@ -38,13 +38,15 @@ def version_of(number: int) -> CausalLM:
     return random_model(MODEL, seed=1000 + number)
 
 
-def make_engine(version: int = 0, *, config: dict[str, Any] | None = None, **options: Any) -> NativeEngine:
+def make_engine(
+    version: int = 0, *, config: dict[str, Any] | None = None, device: str = "cpu", **options: Any
+) -> NativeEngine:
     settings = {"max_running": 64, "max_context": 96, "page_size": 4, **(config or {})}
-    model = random_model(MODEL, seed=1000 + version)
+    model = random_model(MODEL, seed=1000 + version, device=device)
     return NativeEngine(model, NativeEngineConfig(**settings), version=version, **options)
 
 
-def publish(engine: NativeEngine, version: int, kv: KvPolicy) -> None:
+def publish(engine: NativeEngine, version: int, kv: Interrupt) -> None:
     fill_standby(engine, version)
     engine.swap(version, kv)
 

@@ -50,25 +50,43 @@ def test_a_group_costs_one_prefill_and_shares_the_full_pages_of_its_prompt():
     for i in range(8):
         engine.add(request(i, range(10), 20))
     engine.step()
-    assert (engine.tokens_prefilled, engine.prefill_passes, engine.running) == (10, 1, 8)
-    assert engine.tokens_sampled == 8
-    # Two full pages once, the half-filled third for the kept prompt and for each sequence.
-    assert engine.pages_total - engine.pages_free == 2 + 1 + 8
+    assert (engine.tokens_passed, engine.running, engine.waiting) == (10, 1, 7)
+    engine.step()
+    # The others pass the prompt's last token alone, for its logits.
+    assert (engine.tokens_prefilled, engine.tokens_passed, engine.running) == (10, 10 + 8, 8)
+    assert engine.tokens_sampled == 1 + 8
+    # Two full pages once, and the half-filled third for each sequence; a copy for all but the first.
+    assert engine.pages_total - engine.pages_free == 2 + 8
+    assert engine.pages_copied == 7
     engine.add(request(8, range(10), 20))
     engine.step()
     assert engine.tokens_prefilled == 10
     assert engine.running == 9
 
 
-def test_prompts_are_prefilled_together_up_to_the_budget_and_a_longer_one_alone():
+def test_a_further_turn_passes_only_what_is_new():
+    engine = make_engine(config={"page_size": 4})
+    first = drive(engine, [request(0, range(10), 7)])[0]
+    passed = engine.tokens_passed
+    whole = [*range(10), *first.tokens.tolist()]
+    second = drive(engine, [request(1, [*whole, 5, 6, 7], 1)])[1]
+    # The last sampled token was never passed.
+    assert engine.tokens_passed - passed == 1 + 3
+    assert worst_replay({1: second}) < 1e-4
+
+
+def test_prompts_are_cut_into_chunks_of_the_budget_beside_sequences_that_run():
     engine = make_engine(config={"prefill_tokens": 25})
-    for i, length in enumerate([10, 12, 10, 40, 5]):
-        engine.add(request(i, (np.arange(length) + i) % VOCAB, 30))
-    prefilled = []
-    while engine.waiting:
+    prompts = {i: (np.arange(length) + i) % VOCAB for i, length in enumerate([10, 12, 10, 40, 5])}
+    for i, prompt in prompts.items():
+        engine.add(request(i, prompt, 30))
+    seen = []
+    while engine.tokens_prefilled < 77:
         engine.step()
-        prefilled.append(engine.tokens_prefilled)
-    assert prefilled == [22, 32, 72, 77]
+        seen.append((engine.tokens_prefilled, engine.tokens_sampled))
+    # 10 + 12 + 3 of 10; then the rest and 18 of 40 beside two; then 22 and 3 of 5 beside three; then the rest
+    assert seen == [(25, 2), (50, 5), (75, 9), (77, 14)]
+    assert worst_replay(dict(drive_on(engine))) < 1e-4
 
 
 def test_no_more_than_max_running_sequences_run():
@@ -193,6 +211,7 @@ def test_cancel_frees_the_pages_and_returns_nothing():
     for i in range(6):
         engine.add(request(i, range(9), 30))
     engine.step()
+    engine.step()
     for i in (*range(5), 17):
         engine.cancel(i)
     assert (engine.running, engine.waiting) == (1, 0)
@@ -208,7 +227,7 @@ def test_a_step_without_work_does_nothing():
     engine = make_engine()
     assert engine.step() == []
     assert not engine.has_work
-    assert engine.prefill_passes == engine.decode_passes == 0
+    assert engine.steps == engine.tokens_passed == 0
 
 
 # ── Bad requests ─────────────────────────────────────────────────────────────────────────────────────────
@@ -320,7 +339,8 @@ def test_a_swap_with_recompute_prefills_a_shared_prompt_once():
     assert engine.tokens_prefilled == 10
     publish(engine, 1, "recompute")
     turns = dict(drive_on(engine))
-    assert engine.tokens_prefilled == 10 + 10 + 8 * 4
+    # At most the prompt once and each one's own four tokens; some of those are the same.
+    assert 20 < engine.tokens_prefilled <= 10 + 10 + 8 * 4
     assert worst_replay(turns) < 1e-4
 
 
@@ -335,10 +355,10 @@ def test_a_kept_prompt_is_not_used_across_a_swap():
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_two_hundred_swaps_in_a_row_abort_nobody_and_every_token_has_its_version(kv):
-    engine = make_engine(config={"max_context": 512})
+    engine = make_engine(config={"max_context": 512, "prefill_tokens": 100_000})
     expected: dict[int, list[int]] = {i: [] for i in range(64)}
     for i in range(64):
-        engine.add(request(i, [i % VOCAB, 3], 230, stop_tokens=()))
+        engine.add(request(i, [i % VOCAB, 3], 450, stop_tokens=()))
     version = 0
     while engine.has_work:
         sampled_before = {i: len(expected[i]) for i in expected}
@@ -355,7 +375,7 @@ def test_two_hundred_swaps_in_a_row_abort_nobody_and_every_token_has_its_version
             version += 1
             assert engine.swap(version, kv).running == 64
     assert version == 200
-    assert all(len(versions) == 230 for versions in expected.values())
+    assert all(len(versions) == 450 for versions in expected.values())
     assert all(max(versions) == 200 for versions in expected.values())
 
 

@@ -5,7 +5,6 @@ import pytest
 
 from headrace.engine.native.attention import group_rows
 from headrace.engine.native.pages import PagePool, pages_for
-from headrace.engine.native.prefix import Prefix, PrefixCache
 from headrace.engine.native.requests import note
 from headrace.records import KvEvent
 
@@ -26,24 +25,6 @@ def test_a_page_is_free_again_when_its_last_reference_is_released():
 @pytest.mark.parametrize(("tokens", "pages"), [(1, 1), (4, 1), (5, 2), (8, 2)])
 def test_a_page_is_counted_when_it_is_begun(tokens, pages):
     assert pages_for(tokens, 4) == pages
-
-
-def test_the_prefix_used_longest_ago_is_evicted_first_and_never_the_one_kept():
-    pool = PagePool(8)
-    cache = PrefixCache(pool, capacity=3)
-    a, b, c, d = (Prefix((0, bytes([i])), np.arange(2), pool.take(2)) for i in range(4))
-    for entry in (a, b, c):
-        cache.put(entry)
-    assert cache.get(a.key) is a
-    cache.put(d)
-    assert cache.get(b.key) is None
-    assert pool.free == 2
-    assert cache.evict(keep=c)
-    assert cache.get(a.key) is None
-    assert cache.get(c.key) is c
-    cache.clear()
-    assert pool.free == 8
-    assert not cache.evict()
 
 
 def event(position: int, version: int, before: str, cause: str = "swap") -> KvEvent:

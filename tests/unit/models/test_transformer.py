@@ -257,6 +257,10 @@ def test_every_projection_goes_through_the_back_end_it_was_given(tokens):
             CountingOps.calls += len(layers)
             return super().linears(x, layers)
 
+        def logits(self, hidden, head_weight):
+            CountingOps.calls += 1
+            return super().logits(hidden, head_weight)
+
     model = random_model(tiny_config(), 0, ops=CountingOps())
     logits_of(model, tokens(5) % 31)
     assert CountingOps.calls == 2 * 7 + 1

@@ -75,14 +75,19 @@ def random_config(dice: random.Random) -> RunConfig:
             min_group=dice.randint(1, size),
             checkpoint_every=dice.randint(1, 5),
         ),
-        sync=SyncConfig(
-            interval=dice.randint(1, min(3, (5 if bound is None else bound) + 1)),
-            schedule=dice.choice(["never_stop", "blocking"]),
-        ),
+        sync=random_sync(dice, most=min(3, (5 if bound is None else bound) + 1)),
     )
     config.check()
     config.buffer.check()
     config.training.check()
+    return config
+
+
+def random_sync(dice: random.Random, most: int) -> SyncConfig:
+    schedule = dice.choice(["never_stop", "blocking"])
+    interrupts = ["keep", "recompute", "resume", "retry", *(["drain"] if schedule == "never_stop" else [])]
+    config = SyncConfig(interval=dice.randint(1, most), schedule=schedule, interrupt=dice.choice(interrupts))
+    config.check()
     return config
 
 

@@ -115,13 +115,13 @@ class _Rows:
 
 class DecodeContext:
     """One token per sequence. Rows are given by rising position, so that those of like length are gathered
-    together and little padding is read."""
+    together and little padding is read. Where `writes` is false a token's keys and values are there already."""
 
-    def __init__(self, kv: KvCache, tables: np.ndarray, positions: np.ndarray):
+    def __init__(self, kv: KvCache, tables: np.ndarray, positions: np.ndarray, writes: np.ndarray):
         self._kv = kv
         count = len(positions)
         size = kv.page_size
-        self._rows = kv.row_index(tables[np.arange(count), positions // size], positions)
+        self._rows = kv.row_index(tables[np.arange(count), positions // size], positions, writes)
         self._groups = []
         for first, last, pages in group_rows(positions // size + 1, kv.page_bytes, kv.device.type):
             seen = np.arange(pages * size) <= positions[first:last, None]

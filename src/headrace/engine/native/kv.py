@@ -6,39 +6,91 @@ context (whole pages), B sequences.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.engine.config import NativeEngineConfig
+from headrace.engine.native.memory import Block
+from headrace.engine.native.pages import pages_for
 from headrace.models import ModelConfig
+
+DEFAULT_CACHE_BYTES = 2**30
+CUDA_CACHE_SHARE = 0.8
+"""Of the memory that is free once the weights are there."""
+DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
 
 
 class KvCache:
-    """Keys and values of every layer, (G, N, S, D) each: a head's page is one contiguous block."""
+    """Keys and values of every layer, (G, N, S, D) each: a head's page is one contiguous block.
+
+    The last page belongs to nobody: what is not to be kept is written there.
+    """
 
     def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
         self.pages, self.page_size = pages, page_size
         self.heads, self.dim = model.num_kv_heads, model.head_dim
         self.dtype, self.device = dtype, device
-        shape = (model.num_layers, 2, self.heads, pages, page_size, self.dim)
-        self._data = _zeros(shape, dtype, device)
+        shape = (model.num_layers, 2, self.heads, pages + 1, page_size, self.dim)
+        self._block = Block(math.prod(shape) * dtype.itemsize, device)
+        self.restore()
+        self._data = self._block.bytes.view(dtype).view(shape)
         self._pages = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._data]
         self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._data]
-        self._head_page = np.arange(self.heads)[:, None] * pages
+        self._head_page = np.arange(self.heads)[:, None] * (pages + 1)
         self._head_row = self._head_page * page_size
-        self._work = [torch.empty(0, dtype=dtype, device=device) for _ in range(2)]
+        self._work = self._no_work()
 
     @staticmethod
     def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
         return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+
+    @classmethod
+    def sized(
+        cls, model: ModelConfig, config: NativeEngineConfig, dtype: torch.dtype, device: torch.device
+    ) -> KvCache:
+        """As the configuration says, or room for all sequences as far as memory goes."""
+        page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
+        tokens = config.cache_tokens
+        if tokens is None:
+            spare = DEFAULT_CACHE_BYTES
+            if device.type == "cuda":
+                spare = int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
+            affordable = spare // cls.bytes_per_token(model, dtype)
+            tokens = max(config.max_context, min(config.max_running * config.max_context, affordable))
+        return cls(model, pages_for(tokens, page_size), page_size, dtype, device)
+
+    def release(self) -> None:
+        """Give the memory back; what it held is lost. Nothing reads or writes the cache until `restore`."""
+        self._block.release()
+        self._work = self._no_work()
+
+    def restore(self) -> None:
+        """Have memory again, all zeros, at the same addresses."""
+        if not self._block.resident:
+            self._block.restore()
+            if self.device.type == "cuda":
+                # The reference attention multiplies what lies behind a sequence's end by zero: it must be numbers.
+                self._block.bytes.zero_()
+
+    def layer(self, layer: int) -> tuple[Tensor, Tensor]:
+        """(keys, values), (G, N, S, D) each."""
+        return self._data[layer][0], self._data[layer][1]
 
     @property
     def page_bytes(self) -> int:
         """Of one layer's keys, all heads."""
         return self.heads * self.page_size * self.dim * self.dtype.itemsize
 
-    def row_index(self, pages_t: np.ndarray, positions_t: np.ndarray) -> Tensor:
-        """Where `write` puts tokens: the page that holds each and its position in its sequence."""
+    def row_index(self, pages_t: np.ndarray, positions_t: np.ndarray, keep_t: np.ndarray | None = None) -> Tensor:
+        """Where `write` puts tokens: the page that holds each and its position in its sequence.
+
+        Those that `keep_t` excludes go to nobody's page.
+        """
+        if keep_t is not None:
+            pages_t = np.where(keep_t, pages_t, self.pages)
         rows = pages_t * self.page_size + positions_t % self.page_size
         return self._to_device((rows + self._head_row).ravel())
 
@@ -72,13 +124,8 @@ class KvCache:
         out = self._work[work][:wanted].view(-1, self.page_size, self.dim)
         return torch.index_select(pages, 0, index, out=out).view(self.heads, sequences, -1, self.dim)
 
+    def _no_work(self) -> list[Tensor]:
+        return [torch.empty(0, dtype=self.dtype, device=self.device) for _ in range(2)]
+
     def _to_device(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index).to(self.device, non_blocking=True)
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy's zeros take no memory until they are written to, so an unused part of the cache costs nothing.
-    size = int(np.prod(shape)) * dtype.itemsize
-    return torch.from_numpy(np.zeros(size, np.uint8)).view(dtype).view(shape)

@@ -33,6 +33,9 @@ class PagePool:
         self._stack[self.free : self.free + len(freed)] = freed
         self.free += len(freed)
 
+    def references(self, page: int) -> int:
+        return int(self._references[page])
+
 
 def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)

@@ -1,173 +1,322 @@
-"""Who runs: admission by free pages, sharing of prompts, preemption. Bookkeeping and page copies; no pass here.
+"""Who runs: admission by free pages, sharing of beginnings, chunks of prompts, preemption. No pass happens here.
 
-A prompt is computed once, as an entry of the prefix cache; sequences fork from it: they share its full pages
-and get a copy of its last one where that is partly filled. When pages run out, prefix entries go first, then
-the youngest running sequence gives way. Nothing waits for ever: a sequence alone can evict everything else,
-take over its prompt's pages, and one of full length fits.
+A step passes the last token of every sequence that is up to date, and chunks of those that are not, oldest
+first, up to `prefill_tokens`. What others have computed is shared: full pages as they are, a partly filled one
+as a copy. Of several waiting sequences with one prompt the first computes it and the others wait for it.
+
+When pages run out, kept beginnings go first, then pages held for forks, then the youngest running sequence
+gives way. Nothing waits for ever: a sequence alone can evict everything else, and one of full length fits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from typing import Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal
 
 import numpy as np
-from torch import Tensor
 
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.pages import PagePool, pages_for
-from headrace.engine.native.prefix import Prefix, PrefixCache
-from headrace.engine.native.requests import Sequence, note
+from headrace.engine.native.plan import Chunk, Plan
+from headrace.engine.native.requests import Sequence, Shared, lineage_until, note
 from headrace.engine.native.slots import Slots
+from headrace.engine.native.tree import PageTree
 from headrace.errors import HeadraceError
 from headrace.records import KvEvent
 
 RUNNING_PER_RESERVED_PAGE = 8
 """Admission leaves so many pages free that what runs can grow a little, or it would be preempted at once."""
-
-
-class Forked(NamedTuple):
-    fresh: list[Sequence]
-    hidden: list[Tensor]
-    """What the fresh ones' first tokens are sampled from."""
-    suffixed: list[Sequence]
-    """Those that need a pass over the tokens they had sampled before they lost their cache."""
+SHARE_FILLED_AT_ONCE = 32
+"""One slot in so many: at most this share stands empty for it."""
+NO_TARGETS = np.empty(0, np.int32)
 
 
 class Scheduler:
-    def __init__(self, kv: KvCache, max_running: int, max_context: int, prefill_tokens: int):
+    """`settle` collects the outcomes of the steps under way and says whether there were any: only then is it
+    known which sequences ended, and what a preempted one has sampled."""
+
+    def __init__(
+        self, kv: KvCache, max_running: int, max_context: int, prefill_tokens: int, settle: Callable[[], bool]
+    ):
         self.kv, self.page_size, self.prefill_tokens = kv, kv.page_size, prefill_tokens
         self.pool = PagePool(kv.pages)
-        self.prefixes = PrefixCache(self.pool, capacity=max(64, max_running))
+        self.tree = PageTree(self.pool, kv.page_size)
         self.slots = Slots(max_running, pages_for(max_context, kv.page_size))
         self.queue: deque[Sequence] = deque()
+        self.held: dict[int, Sequence] = {}
+        """Ended sequences whose pages are kept for forks, by request; least recently used first."""
+        self._settle = settle
+        self._computing: dict[bytes, int] = {}
+        """Prompts that a running sequence is about to have computed, and its slot."""
 
-    def fork(self, version: int, only_fresh: bool) -> Forked:
-        """Admit from the front of the queue those whose prompt is computed, as far as pages and slots go.
+    # ── A step ───────────────────────────────────────────────────────────────────────────────────────────
 
-        `only_fresh` stops at one that has sampled tokens to compute again.
-        """
-        fresh: list[Sequence] = []
-        hidden: list[Tensor] = []
-        suffixed: list[Sequence] = []
-        sources: list[int] = []
-        targets: list[int] = []
-        suffix_tokens = 0
-        while self.queue and self.slots.free:
-            sequence = self.queue[0]
-            entry = self.prefixes.get((version, sequence.prompt))
-            new = len(sequence.tokens)
-            if entry is None or (new and only_fresh):
-                break
-            if suffixed and suffix_tokens + new > self.prefill_tokens:
-                break
-            assert entry.hidden is not None
-            pages = self._pages_from(entry, sequence, sources, targets)
-            if pages is None:
-                break
-            self.queue.popleft()
-            self.slots.enter(sequence, pages, cached=len(sequence.context))
-            _begin(sequence, version)
-            suffix_tokens += new
-            if new:
-                suffixed.append(sequence)
-            else:
-                fresh.append(sequence)
-                hidden.append(entry.hidden)
-        if sources:
-            self.kv.copy(sources, targets)
-        return Forked(fresh, hidden, suffixed)
-
-    def plan_prompts(self, version: int) -> list[Prefix]:
-        """Prompts from the front of the queue to compute in one pass, their pages taken."""
-        planned: dict[bytes, Prefix] = {}
-        tokens = promised = 0
-        for place, sequence in enumerate(self.queue):
-            if place == self.slots.free:
-                break
-            size = len(sequence.context)
-            whole = pages_for(sequence.length, self.page_size)
-            promised += whole - size // self.page_size
-            missing = sequence.prompt not in planned and self.prefixes.get((version, sequence.prompt)) is None
-            if missing and planned and tokens + size > self.prefill_tokens:
-                break
-            wanted = pages_for(size, self.page_size) if missing else 0
-            alone = not planned and not self.slots.running
-            if not self._room(wanted + promised + self._reserve) and not (alone and self._room(whole)):
-                break
-            if missing:
-                pages = self.pool.take(wanted)
-                planned[sequence.prompt] = Prefix((version, sequence.prompt), sequence.context, pages)
-                tokens += size
-        return list(planned.values())
-
-    def make_room_to_decode(self) -> None:
-        """Give every running sequence a page for its next position; preempt the youngest until that works."""
+    def plan(self, version: int, *, admit: bool = True) -> Plan | None:
+        """The next step, taken as begun: slots count its passes as done. None when there is nothing to do."""
+        preempted = self._make_room_to_decode()
+        copies: tuple[list[int], list[int]] = ([], [])
+        if not preempted:
+            self._admit(version, *copies, new=admit)
+        rows = self.slots.ready
+        chunks = self._chunks()
+        if not len(rows) and not chunks:
+            return None
         slots = self.slots
+        sampling = np.array([chunk.slot for chunk in chunks if chunk.samples], np.int64)
+        samples = np.concatenate([rows, sampling])
+        plan = Plan(
+            rows=rows,
+            tokens=slots.last_token[rows],
+            positions=slots.length[rows] - 1,
+            writes=slots.cached[rows] < slots.length[rows],
+            chunks=chunks,
+            samples=samples,
+            indices=slots.issued[samples],
+            copies=copies,
+        )
+        for chunk in chunks:
+            slots.cached[chunk.slot] = chunk.last
+        slots.issue(samples)
+        for chunk in chunks:
+            self._keep_beginning(chunk)
+        return plan
+
+    def _chunks(self) -> list[Chunk]:
+        slots, left, chunks = self.slots, self.prefill_tokens, []
+        behind = slots.behind
+        for slot in behind[np.argsort(slots.order[behind], kind="stable")].tolist():
+            if left <= 0:
+                break
+            sequence, first = slots.sequence(slot), int(slots.cached[slot])
+            last = min(int(slots.length[slot]), first + left)
+            left -= last - first
+            whole = last == slots.length[slot]
+            targets = NO_TARGETS
+            if sequence.targets is not None:
+                start = sequence.length - len(sequence.targets)
+                targets = sequence.targets[max(first - start, 0) : max(last - start, 0)]
+            tokens = sequence.whole()[first:last]
+            chunks.append(Chunk(slot, first, tokens, whole and sequence.targets is None, targets))
+        return chunks
+
+    def _keep_beginning(self, chunk: Chunk) -> None:
+        """Once a prompt is whole, let others share it."""
+        sequence = self.slots.sequence(chunk.slot)
+        if chunk.last < sequence.length:
+            return
+        if self._computing.get(sequence.prompt) == chunk.slot:
+            del self._computing[sequence.prompt]
+        self._keep(chunk.slot, sequence.whole())
+
+    def _keep(self, slot: int, tokens: np.ndarray) -> None:
+        known = min(len(tokens), int(self.slots.cached[slot]))
+        if self.slots.pure[slot] and known:
+            pages = self.slots.page_table[slot, : pages_for(known, self.page_size)]
+            self.tree.insert(tokens[:known], pages)
+
+    # ── Admission ────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _worth_admitting(self) -> bool:
+        """A step with prompts costs more than one without: when slots are scarce, fill several at once."""
+        return self.slots.free >= min(len(self.queue), self.slots.capacity // SHARE_FILLED_AT_ONCE)
+
+    def _admit(self, version: int, sources: list[int], targets: list[int], *, new: bool) -> None:
+        waiting: list[Sequence] = []
+        borrowed: list[int] = []
+        while self.queue and self.slots.free > len(waiting):
+            sequence = self.queue.popleft()
+            computing = sequence.shared is None and sequence.prompt in self._computing
+            if computing or not (new or sequence.preempted):
+                waiting.append(sequence)
+            elif not self._enter(sequence, version, sources, targets, borrowed):
+                self.queue.appendleft(sequence)
+                break
+        self.queue.extendleft(reversed(waiting))
+        # Only now: a page may not be given to another before it was copied. Several may have borrowed one.
+        for page in borrowed:
+            self.pool.release(np.array([page]))
+
+    def _enter(
+        self, sequence: Sequence, version: int, sources: list[int], targets: list[int], borrowed: list[int]
+    ) -> bool:
+        full, tail_page, cached = self._found(sequence, version)
+        self.pool.share(full)
+        if tail_page is not None:
+            self.pool.share(np.array([tail_page]))
+        missing = pages_for(sequence.length, self.page_size) - len(full)
+        reserve = self.slots.running // RUNNING_PER_RESERVED_PAGE
+        if not self.slots.running:
+            while not self._room(missing) and self._drop_held():
+                pass
+        if tail_page is not None and not self.slots.running and not self._room(missing):
+            # A sequence that needs the whole cache cannot keep what it would copy.
+            self.pool.release(np.array([tail_page]))
+            if sequence.shared is not None:
+                self.pool.release(full)
+                self._abandon(sequence)
+                full = full[:0]
+            tail_page, cached = None, len(full) * self.page_size
+            missing = pages_for(sequence.length, self.page_size) - len(full)
+        if not self._room(missing + reserve) and not (not self.slots.running and self._room(missing)):
+            self.pool.release(full)
+            if tail_page is not None:
+                self.pool.release(np.array([tail_page]))
+            return False
+        own = self.pool.take(missing)
+        if tail_page is not None:
+            sources.append(tail_page)
+            targets.append(int(own[0]))
+            borrowed.append(tail_page)
+        slot = self.slots.enter(sequence, np.concatenate([full, own]), cached)
+        self._note_begin(sequence, slot, version, cached)
+        if cached < len(sequence.context) - 1:
+            self._computing.setdefault(sequence.prompt, slot)
+        return True
+
+    def _found(self, sequence: Sequence, version: int) -> tuple[np.ndarray, int | None, int]:
+        """(full pages to share, page to copy, positions they hold together) of what is computed already."""
+        if sequence.shared is not None:
+            shared = sequence.shared
+            # Under other weights the last position is computed again, for the next token's logits.
+            cached = shared.cached if shared.version == version else min(shared.cached, sequence.length - 1)
+            full = cached // self.page_size
+            return shared.pages[:full], int(shared.pages[full]) if cached % self.page_size else None, cached
+        match = self.tree.match(sequence.whole()[: sequence.reusable])
+        return match.pages, match.tail_page, len(match.pages) * self.page_size + match.tail
+
+    def _note_begin(self, sequence: Sequence, slot: int, version: int, cached: int) -> None:
+        if sequence.shared is not None and cached:
+            self.slots.pure[slot] = all(event.version == version for event in sequence.lineage)
+            if sequence.shared.version != version:
+                note(sequence.lineage, KvEvent(position=cached, version=version, before="kept", cause="fork"))
+        elif sequence.lost is not None:
+            lost = sequence.lost
+            event = KvEvent(position=lost.position, version=version, before="recomputed", cause=lost.cause)
+            note(sequence.lineage, event)
+        else:
+            sequence.lineage = [KvEvent(position=0, version=version, before="kept", cause="start")]
+        sequence.lost = None
+        self._give_up(sequence)
+
+    # ── Room ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_room_to_decode(self) -> bool:
+        """Give every sequence that is up to date a page for its next position; preempt the youngest until that
+        works. Says whether it came to that."""
+        slots, preempted = self.slots, False
         while True:
-            rows = slots.active[slots.cached[slots.active] % self.page_size == 0]
+            rows = slots.ready
+            rows = rows[slots.length[rows] > slots.num_pages[rows] * self.page_size]
             if self._room(len(rows)):
                 break
+            if self._settle() or self._drop_held():
+                continue
             if slots.running == 1:
                 raise HeadraceError("the KV cache holds one sequence of max_context", self.pool.total)
-            youngest = slots.active[np.argmax(slots.order[slots.active])]
-            self.lose_cache(int(youngest), "preempt")
+            self.lose_cache(int(slots.active[np.argmax(slots.order[slots.active])]), "preempt")
+            preempted = True
         if len(rows):
-            slots.page_table[rows, slots.num_pages[rows]] = self.pool.take(len(rows))
-            slots.num_pages[rows] += 1
+            slots.give_pages(rows, slots.num_pages[rows], self.pool.take(len(rows)))
+        return preempted
 
-    def recompute_all(self) -> None:
-        """Send every running sequence to the front of the queue, the oldest first, to be rebuilt."""
-        active = self.slots.active
-        for slot in active[np.argsort(-self.slots.order[active])].tolist():
-            self.lose_cache(slot, "swap")
+    def _room(self, pages: int) -> bool:
+        """Whether so many pages are free, once enough kept beginnings are evicted."""
+        missing = pages - self.pool.free
+        return missing <= 0 or self.tree.evict(missing) >= missing
 
-    def lose_cache(self, slot: int, cause: Literal["swap", "preempt"]) -> None:
+    def _drop_held(self) -> bool:
+        """Release the pages kept for one fork or one ended sequence; False when there are none."""
+        for sequence in self.queue:
+            if sequence.shared is not None:
+                self._abandon(sequence)
+                return True
+        for sequence in self.held.values():
+            if sequence.shared is not None:
+                self._give_up(sequence)
+                return True
+        return False
+
+    def _abandon(self, sequence: Sequence) -> None:
+        """Let a waiting fork, or those of a held sequence, compute its whole context itself."""
+        self._give_up(sequence)
+        sequence.lineage = []
+
+    def _give_up(self, sequence: Sequence) -> None:
+        if sequence.shared is not None:
+            self.pool.release(sequence.shared.pages)
+            sequence.shared = None
+
+    # ── Leaving ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def lose_cache(self, slot: int, cause: Literal["swap", "preempt", "sleep"]) -> None:
+        """Send a running sequence to the front of the queue, to be rebuilt. Nothing of it may be under way."""
         position = int(self.slots.cached[slot])
         sequence = self.release(slot)
-        sequence.lost = KvEvent(position=position, version=-1, before="recomputed", cause=cause)
+        if len(sequence.tokens):
+            # One that was still being rebuilt has not reached the position up to which it lost its cache.
+            position = max(position, sequence.lineage[-1].position)
+            sequence.lost = KvEvent(position=position, version=-1, before="recomputed", cause=cause)
         self.queue.appendleft(sequence)
 
-    def release(self, slot: int) -> Sequence:
-        """Take the sequence out of its slot and free its pages."""
-        sequence, pages = self.slots.leave(slot)
-        self.pool.release(pages)
+    def lose_everything(self) -> None:
+        """Have no page in use: the cache is gone. Nothing may be under way."""
+        for slot in self.by_age():
+            self.lose_cache(slot, "sleep")
+        while self._drop_held():
+            pass
+        self.forget_beginnings()
+
+    def release(self, slot: int, *, hold: bool = False) -> Sequence:
+        """Take the sequence out of its slot; its pages are kept as a beginning, or held for forks, or free."""
+        slots = self.slots
+        cached = min(int(slots.cached[slot]), int(slots.length[slot]))
+        sequence, pages = slots.leave(slot)
+        self._keep(slot, sequence.whole())
+        if self._computing.get(sequence.prompt) == slot:
+            del self._computing[sequence.prompt]
+        if hold:
+            cached = min(cached, sequence.length)
+            sequence.shared = Shared(pages, cached, lineage_until(sequence.lineage, cached)[-1].version)
+            self._hold(sequence)
+        else:
+            self.pool.release(pages)
         return sequence
 
     @property
-    def _reserve(self) -> int:
-        return self.slots.running // RUNNING_PER_RESERVED_PAGE
+    def preempted(self) -> list[Sequence]:
+        return [sequence for sequence in self.queue if sequence.preempted]
 
-    def _room(self, pages: int, keep: Prefix | None = None) -> bool:
-        """Whether so many pages are free, once enough prefixes other than `keep` are evicted."""
-        while self.pool.free < pages:
-            if not self.prefixes.evict(keep):
-                return False
-        return True
+    def drop(self, sequence: Sequence, *, hold: bool = False) -> None:
+        """Take a waiting sequence out of the queue; what it shares is held for forks, or given up."""
+        self.queue.remove(sequence)
+        if hold:
+            self._hold(sequence)
+        else:
+            self._give_up(sequence)
 
-    def _pages_from(
-        self, entry: Prefix, sequence: Sequence, sources: list[int], targets: list[int]
-    ) -> np.ndarray | None:
-        """Pages for the sequence's whole length, the prompt's in them; None when there are not enough."""
-        whole = pages_for(sequence.length, self.page_size)
-        full = len(entry.tokens) // self.page_size
-        if self._room(whole - full + self._reserve, keep=entry):
-            own = self.pool.take(whole - full)
-            self.pool.share(entry.pages[:full])
-            if full < len(entry.pages):
-                sources.append(int(entry.pages[full]))
-                targets.append(int(own[0]))
-            return np.concatenate([entry.pages[:full], own])
-        if not self.slots.running and self._room(whole - len(entry.pages), keep=entry):
-            self.prefixes.hand_over(entry)
-            return np.concatenate([entry.pages, self.pool.take(whole - len(entry.pages))])
-        return None
+    def give_up_shared(self, which: Callable[[Sequence], bool]) -> None:
+        """Let these waiting forks compute their whole context themselves, and forks to come of these held ones."""
+        for sequence in filter(which, (*self.queue, *self.held.values())):
+            if sequence.shared is not None:
+                self._abandon(sequence)
 
+    def _hold(self, sequence: Sequence) -> None:
+        self.unhold(sequence.request.id)
+        self.held[sequence.request.id] = sequence
 
-def _begin(sequence: Sequence, version: int) -> None:
-    if sequence.lost is None:
-        note(sequence.lineage, KvEvent(position=0, version=version, before="kept", cause="start"))
-    else:
-        lost, sequence.lost = sequence.lost, None
-        event = KvEvent(position=lost.position, version=version, before="recomputed", cause=lost.cause)
-        note(sequence.lineage, event)
+    def unhold(self, request_id: int) -> None:
+        sequence = self.held.pop(request_id, None)
+        if sequence is not None:
+            self._give_up(sequence)
+
+    def forget_beginnings(self) -> None:
+        """Nothing computed so far may be shared any more: other weights are served, or the cache is gone."""
+        self.tree.clear()
+        self._computing.clear()
+
+    def by_age(self) -> list[int]:
+        """Active slots, the youngest first."""
+        active = self.slots.active
+        return active[np.argsort(-self.slots.order[active])].tolist()

@@ -1,37 +1,122 @@
-"""Live and standby parameters: two whole sets of buffers that change places."""
+"""Live and standby parameters: two whole sets of buffers that change places, each in one block of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from headrace.errors import SyncError
-from headrace.models import CausalLM
+from headrace.engine.native.memory import PIECE_BYTES, Block
+from headrace.errors import HeadraceError, SyncError
+from headrace.models import CausalLM, joined_names
+
+ALIGN_BYTES = 256
 
 
 class Weights:
     """A forward pass reads the live set alone; another thread may meanwhile write into `standby`.
 
-    `standby` always shows the current standby buffers under their Hugging Face names, first a copy of the live
-    ones. On CUDA whoever writes them waits for its own stream before it calls for the swap.
+    Projections of one input lie next to each other in both sets, so that one product computes them. Whoever writes
+    the standby buffers waits for its own stream before it calls for the swap, and is done before a release.
+
+    After `release(keep=False)` there are no weights until a whole version has been written and flipped
+    (`complete`). With nothing to protect it is written where it will be served, so a second set is not needed.
     """
 
     def __init__(self, model: CausalLM):
         self._live = dict(model.named_parameters())
-        self._standby = {name: live.detach().clone() for name, live in self._live.items()}
-        self.standby: Mapping[str, Tensor] = MappingProxyType(self._standby)
+        self._places, self._size = _lay_out(self._live, joined_names(model.config))
+        self._blocks = [Block(self._size, self.device), Block(self._size, self.device)]
+        """By side."""
+        self._move_in()
+        self._standby: dict[str, Tensor] = {}
+        self._kept: list[Tensor] = []
+        """The live set while it has no memory of its own, in pieces."""
+        self._retired: torch.cuda.Event | None = None
+        self.side = 0
+        """Which of the two sets is live: 0 at first, then 1, then 0, …"""
+        self.complete = True
+        """Whether there are weights to serve, in place or kept."""
+
+    @property
+    def standby(self) -> Mapping[str, Tensor]:
+        """The standby buffers under their Hugging Face names, first a copy of the live ones.
+
+        Waits for the passes that read them while they were live. Brings back the memory that is released.
+        """
+        self.restore()
+        if not self.complete:
+            return MappingProxyType({name: live.data for name, live in self._live.items()})
+        self._have_standby()
+        if self._retired is not None:
+            self._retired.synchronize()
+        return MappingProxyType(self._standby)
 
     def flip(self) -> None:
         """Pointers only. Either all of them or, with an error, none."""
+        if not self.complete:
+            if not self._blocks[self.side].resident:
+                raise HeadraceError(
+                    "a swap serves what was written to the standby buffers",
+                    "nothing since the weights were given up",
+                    "transfer a whole version first",
+                )
+            self.complete = True
+            return
+        self.restore()
+        self._have_standby()
         for name, live in self._live.items():
             if _kind(self._standby[name]) != _kind(live):
                 why = f"the standby buffer of {name} became {_kind(self._standby[name])}, not {_kind(live)}"
                 raise SyncError("swap", "the standby buffers", why)
         for name, live in self._live.items():
             live.data, self._standby[name] = self._standby[name], live.data
+        self.side = 1 - self.side
+        if self.device.type == "cuda":
+            self._retired = torch.cuda.Event()
+            self._retired.record()
+
+    def take(self, names: Collection[str]) -> None:
+        """Copy these parameters from their standby buffers to the live ones, after the passes under way."""
+        unknown = set(names) - set(self._live)
+        if unknown or not self.complete or not self._blocks[1 - self.side].resident:
+            raise SyncError("swap", "the standby buffers", f"nothing is in standby for {sorted(unknown) or 'them'}")
+        # One by one: a kernel for many would have to be loaded at the first swap, which takes milliseconds.
+        for name in names:
+            self._live[name].data.copy_(self._standby[name], non_blocking=True)
+
+    def release(self, keep: bool) -> None:
+        """Give the memory of both sets back, once the device has done what was begun.
+
+        With `keep` the live set goes to host memory, pinned where the device is CUDA; otherwise it is lost.
+        """
+        live, standby = self._blocks[self.side], self._blocks[1 - self.side]
+        if not keep:
+            self._kept, self.complete = [], False
+        elif self.complete and live.resident:
+            # Torch pins memory by powers of two, so a piece takes no more than it holds.
+            pinned = self.device.type == "cuda"
+            for piece in live.bytes.split(PIECE_BYTES):
+                self._kept.append(torch.empty(len(piece), dtype=torch.uint8, pin_memory=pinned).copy_(piece))
+        live.release()
+        standby.release()
+
+    def restore(self) -> None:
+        """Have the live set again, at the same addresses: as it was kept, or undefined.
+
+        The other set comes back with its next use, as a copy. Raises HeadraceError, and changes nothing, where
+        the device has too little memory.
+        """
+        block = self._blocks[self.side]
+        if block.resident:
+            return
+        block.restore()
+        for piece, kept in zip(block.bytes.split(PIECE_BYTES), self._kept, strict=False):
+            piece.copy_(kept)
+        self._kept = []
 
     @property
     def device(self) -> torch.device:
@@ -40,6 +125,53 @@ class Weights:
     @property
     def dtype(self) -> torch.dtype:
         return next(iter(self._live.values())).dtype
+
+    def _move_in(self) -> None:
+        """Let the parameters live in the first block. Memory comes as it is filled, so little is held twice."""
+        block = self._blocks[0]
+        for name, place in self._places.items():
+            block.restore(place.last)
+            live = self._live[name]
+            live.data = place.of(block.bytes).copy_(live.data)
+        torch.cuda.empty_cache()
+
+    def _have_standby(self) -> None:
+        """Memory for the standby set where it has none, with a copy of the live one."""
+        block = self._blocks[1 - self.side]
+        if block.resident:
+            return
+        block.restore()
+        there = block.bytes.copy_(self._blocks[self.side].bytes)
+        self._standby = {name: place.of(there) for name, place in self._places.items()}
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+
+class _Place(NamedTuple):
+    first: int
+    last: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def of(self, block: Tensor) -> Tensor:
+        """What lies there."""
+        return block[self.first : self.last].view(self.dtype).view(self.shape)
+
+
+def _lay_out(tensors: Mapping[str, Tensor], groups: list[tuple[str, ...]]) -> tuple[dict[str, _Place], int]:
+    """(where each tensor lies in a block, the block's size): in order, each group at its first member's place."""
+    group_of = {name: group for group in groups for name in group}
+    places: dict[str, _Place] = {}
+    size = 0
+    for name in tensors:
+        if name in places:
+            continue
+        size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
+        for member in group_of.get(name, (name,)):
+            tensor = tensors[member]
+            places[member] = _Place(size, size + tensor.nbytes, tensor.shape, tensor.dtype)
+            size += tensor.nbytes
+    return places, size
 
 
 def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

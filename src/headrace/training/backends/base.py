@@ -53,9 +53,12 @@ def open_backend(model_folder: str | Path, config: TrainingConfig) -> Backend:
     device = resolve_device(config.device)
     dtype = getattr(torch, config.dtype)
     if config.backend == "native":
+        from headrace.models import ExactOps
         from headrace.training.backends.native import NativeBackend
 
-        return NativeBackend(model_folder, dtype=dtype, device=device)
+        exact = config.numerics == "exact"
+        ops = ExactOps() if exact else None
+        return NativeBackend(model_folder, dtype=dtype, device=device, ops=ops, share_prefixes=not exact)
     from headrace.training.backends.transformers import TransformersBackend
 
     return TransformersBackend(model_folder, dtype=dtype, device=device)

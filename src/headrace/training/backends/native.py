@@ -19,7 +19,10 @@ _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class NativeBackend:
-    """Trains the families of `headrace.models` (Llama, Qwen2, Qwen3)."""
+    """Trains the families of `headrace.models` (Llama, Qwen2, Qwen3).
+
+    Sharing prefixes changes log-probs within rounding; where bits count it is to be off.
+    """
 
     def __init__(
         self,
@@ -28,10 +31,12 @@ class NativeBackend:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         ops: Ops | None = None,
+        share_prefixes: bool = True,
     ):
         self.device = torch.device(device)
         self._folder = Path(folder)
         self._dtype = dtype
+        self._share_prefixes = share_prefixes
         self._model = load_model(folder, dtype=torch.float32, device=self.device, ops=ops)
         self._parameters = dict(self._model.named_parameters())
         self.vocab_size = self._model.config.vocab_size
@@ -42,8 +47,8 @@ class NativeBackend:
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         context: AttentionContext = PackedContext(packed.lengths_s.tolist(), self.device)
         tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
-        tree = prefix_tree(packed.tokens_t, packed.lengths_s)
-        if tree.saving >= MIN_SAVING:
+        tree = prefix_tree(packed.tokens_t, packed.lengths_s) if self._share_prefixes else None
+        if tree is not None and tree.saving >= MIN_SAVING:
             assert isinstance(context, PackedContext)
             nodes_t, chosen_u = to_device(tree.nodes_t, self.device), to_device(tree.tokens_u, self.device)
             context = SharedPrefixContext(context, nodes_t, chosen_u)

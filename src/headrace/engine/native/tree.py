@@ -1,0 +1,200 @@
+"""Beginnings of sequences whose keys and values are kept: a tree of pages.
+
+    root ── page 4 "the cat " ─┬─ page 7 "sat on t" ── page 2 "he" (partly filled)
+                               └─ page 9 "sat down"
+
+A path from the root spells a beginning. Of the children of one node none begins with all of another: they
+are kept sorted, so the one that agrees longest with given tokens is next to where those would be inserted.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from heapq import heappop, heappush
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
+
+from headrace.engine.native.pages import PagePool, pages_for
+
+TOKEN_BYTES = 4
+_key = attrgetter("key")
+
+
+class Match(NamedTuple):
+    pages: np.ndarray
+    """int64; the pages full of matching tokens, in order: they may be shared."""
+    tail_page: int | None
+    """The page whose first `tail` tokens are the next ones: it may be copied. None where no token goes on."""
+    tail: int
+
+
+class _Node:
+    __slots__ = ("children", "key", "last_use", "page", "parent")
+
+    def __init__(self, key: bytes, page: int, parent: _Node | None):
+        self.key, self.page, self.parent = key, page, parent
+        self.children: list[_Node] = []
+        """By rising key."""
+        self.last_use = 0
+        """Of itself and of the children it has lost: while it has some, theirs may be later."""
+
+
+class PageTree:
+    """Which pages hold which beginnings of sequences, as one version of the weights computes them.
+
+    Holds one reference to each of its pages, and each page once. Not thread-safe. Tokens are int32 rows. What
+    a page holds of its inserted tokens must not change while the tree has it; beyond them it may be written.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int):
+        self._pool, self._page_size = pool, page_size
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._root = _Node(b"", -1, None)
+        self._clock = 0
+        # Every leaf is in one of these two, once. What has grown or been used since is seen to when it comes up:
+        # always before the children it has grown, as they are younger than its time here. No two times in the
+        # heap are the same, for a use is noted at one node.
+        self._leaves: list[tuple[int, _Node]] = []
+        self._leaves_in_use: list[_Node] = []
+        self.pages = 0
+        """Held now."""
+
+    def match(self, tokens: np.ndarray) -> Match:
+        """The longest beginning of `tokens` in the tree, which counts as a use of it.
+
+        Takes no references: share or copy the pages before anything can evict them.
+        """
+        node, children, pages, data = self._root, self._root.children, [], _data(tokens)
+        tail_page, tail = None, 0
+        for start in range(0, len(data), self._page_bytes):
+            key = data[start : start + self._page_bytes]
+            at = bisect_left(children, key, key=_key)
+            if at < len(children) and children[at].key == key and len(key) == self._page_bytes:
+                node = children[at]
+                children = node.children
+                pages.append(node.page)
+                continue
+            for child in children[max(at - 1, 0) : at + 1]:
+                common = _common_tokens(child.key, key)
+                if common > tail:
+                    node, tail_page, tail = child, child.page, common
+            break
+        self._use(node)
+        return Match(np.array(pages, np.int64), tail_page, tail)
+
+    def insert(self, tokens: np.ndarray, pages: np.ndarray) -> None:
+        """Keep `pages`, which hold all of `tokens` in order, as far as the tree lacks them; a use of them all.
+
+        Takes a reference to each page it adds. A partly filled page gives way to one that goes on from it,
+        and is not added where there is one.
+        """
+        assert len(pages) == pages_for(len(tokens), self._page_size)
+        node, data = self._root, _data(tokens)
+        for known, start in enumerate(range(0, len(data), self._page_bytes)):
+            key = data[start : start + self._page_bytes]
+            children = node.children
+            at = bisect_left(children, key, key=_key)
+            if at < len(children) and children[at].key.startswith(key):
+                node = children[at]
+            elif at and key.startswith(children[at - 1].key):
+                node = children[at - 1]
+                self._lengthen(node, key, pages[known : known + 1])
+            else:
+                self._grow(node, at, data[start:], pages[known:])
+                return
+        self._use(node)
+
+    def evict(self, pages_wanted: int) -> int:
+        """Drop the leaves used longest ago that only the tree references, until so many pages became free.
+
+        Returns how many did: fewer when all that is left is referenced by others, or leads to what is.
+        """
+        self._queue_leaves_out_of_use()
+        freed: list[int] = []
+        while self._leaves and len(freed) < pages_wanted:
+            queued_at, node = heappop(self._leaves)
+            if node.children:
+                continue
+            if node.last_use > queued_at:
+                heappush(self._leaves, (node.last_use, node))
+            elif self._pool.references(node.page) > 1:
+                self._leaves_in_use.append(node)
+            else:
+                self._drop(node)
+                freed.append(node.page)
+        self.pages -= len(freed)
+        self._pool.release(np.array(freed, np.int64))
+        return len(freed)
+
+    def clear(self) -> None:
+        """Release everything."""
+        pages: list[int] = []
+        nodes = [self._root]
+        while nodes:
+            node = nodes.pop()
+            nodes.extend(node.children)
+            pages.extend(child.page for child in node.children)
+            node.children = []
+        self._leaves.clear()
+        self._leaves_in_use.clear()
+        self.pages = 0
+        self._pool.release(np.array(pages, np.int64))
+
+    def _lengthen(self, node: _Node, key: bytes, page: np.ndarray) -> None:
+        """Let a partly filled node be the page of `key`, which begins with its tokens."""
+        # In this order it may be the page that the node has.
+        self._pool.share(page)
+        self._pool.release(np.array([node.page]))
+        node.key, node.page = key, int(page[0])
+
+    def _grow(self, node: _Node, at: int, data: bytes, pages: np.ndarray) -> None:
+        """Add a branch of `pages` as the node's child number `at`."""
+        self._pool.share(pages)
+        self.pages += len(pages)
+        for start, page in zip(range(0, len(data), self._page_bytes), pages.tolist(), strict=True):
+            child = _Node(data[start : start + self._page_bytes], page, node)
+            node.children.insert(at, child)
+            node, at = child, 0
+        self._use(node)
+        self._queue(node)
+
+    def _drop(self, leaf: _Node) -> None:
+        parent = leaf.parent
+        assert parent is not None
+        del parent.children[bisect_left(parent.children, leaf.key, key=_key)]
+        parent.last_use = max(parent.last_use, leaf.last_use)
+        if not parent.children and parent is not self._root:
+            self._queue(parent)
+
+    def _use(self, node: _Node) -> None:
+        """Note a use of the node and of all that leads to it, at the node alone: they outlive it."""
+        self._clock += 1
+        node.last_use = self._clock
+
+    def _queue(self, leaf: _Node) -> None:
+        heappush(self._leaves, (leaf.last_use, leaf))
+
+    def _queue_leaves_out_of_use(self) -> None:
+        leaves = [node for node in self._leaves_in_use if not node.children]
+        self._leaves_in_use = []
+        for node in leaves:
+            if self._pool.references(node.page) > 1:
+                self._leaves_in_use.append(node)
+            else:
+                self._queue(node)
+
+
+def _data(tokens: np.ndarray) -> bytes:
+    assert tokens.dtype == np.int32
+    return tokens.tobytes()
+
+
+def _common_tokens(one: bytes, other: bytes) -> int:
+    """How many tokens at the beginning are the same."""
+    size = min(len(one), len(other))
+    if one[:size] == other[:size]:
+        return size // TOKEN_BYTES
+    differing = int.from_bytes(one[:size], "little") ^ int.from_bytes(other[:size], "little")
+    return ((differing & -differing).bit_length() - 1) // (8 * TOKEN_BYTES)

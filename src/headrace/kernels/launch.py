@@ -1,0 +1,32 @@
+"""Programmatic dependent launch: a kernel's blocks are set up while the one before it still ends.
+
+A kernel launched so must call `wait` in every block before it touches memory or returns: only then has all that
+came before it in the stream ended.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def early() -> bool:
+    """Whether this device can; kernels take it as their constant EARLY, and as the launch option `launch_pdl`."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability()[0] >= 9
+
+
+@triton.jit
+def wait(EARLY: tl.constexpr):
+    """Until what came before has ended; lets the next kernel be set up."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
