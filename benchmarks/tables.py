@@ -10,6 +10,7 @@ from typing import Any
 HERE = Path(__file__).parent
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 COMMANDS = {
+    "engine": "headrace bench engine --json",
     "loop": "headrace bench loop --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
 }
@@ -24,9 +25,21 @@ def number(value: Any) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    columns = list(rows[0])
+    """One table, or where rows name their part one for each part, with the columns of its own rows."""
+    parts = list(dict.fromkeys(row.get("part") for row in rows))
+    if parts == [None]:
+        return _table(rows)
+    lines: list[str] = []
+    for part in parts:
+        own = [{k: v for k, v in row.items() if k != "part"} for row in rows if row.get("part") == part]
+        lines += [*([""] if lines else []), f"**{part}**", "", *_table(own)]
+    return lines
+
+
+def _table(rows: list[dict[str, Any]]) -> list[str]:
+    columns = list(dict.fromkeys(column for row in rows for column in row))
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return lines + ["| " + " | ".join(number(row[column]) for column in columns) + " |" for row in rows]
+    return lines + ["| " + " | ".join(number(row.get(column, "–")) for column in columns) + " |" for row in rows]
 
 
 def page() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,19 @@ def result(name: str, rows: list[dict[str, Any]], figures: dict[str, float]) -> 
 
 
 def hardware() -> dict[str, Any]:
-    """What the figures were obtained on."""
-    return {
+    """What the figures were obtained on; torch and the GPU where the benchmark used torch in this process."""
+    facts = {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
     }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        facts["torch"] = torch.__version__
+        if torch.cuda.is_available():
+            facts["gpu"] = torch.cuda.get_device_name()
+    return facts
 
 
 def commit() -> str | None:

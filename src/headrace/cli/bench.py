@@ -10,7 +10,7 @@ from headrace.config.overrides import parse_override
 from headrace.errors import ConfigError
 from headrace.references import resolve
 
-BENCHMARKS = {"loop": "headrace.bench.loop:run"}
+BENCHMARKS = {"loop": "headrace.bench.loop:run", "engine": "headrace.bench.engine:run"}
 """Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 
 
@@ -43,7 +43,9 @@ def _print(result: dict[str, Any]) -> None:
     out = console()
     hardware = result.get("hardware")
     text = ", ".join(f"{k} {v}" for k, v in hardware.items()) if isinstance(hardware, dict) else str(hardware)
-    if result.get("rows"):
-        out.print(table_of(result["rows"], title=f"bench {result.get('bench')}"))
+    rows = result.get("rows") or []
+    for part in dict.fromkeys(row.get("part") for row in rows):
+        own = [{k: v for k, v in row.items() if k != "part"} for row in rows if row.get("part") == part]
+        out.print(table_of(own, title=f"bench {result.get('bench')}" + (f": {part}" if part else "")))
     facts = [(name, number(value)) for name, value in result.get("figures", {}).items()]
     out.print(facts_of([*facts, ("hardware", text), ("commit", str(result.get("commit")))]))

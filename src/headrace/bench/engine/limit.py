@@ -1,0 +1,78 @@
+"""What no engine can beat: the bytes a decode step must read, over the bandwidth measured in this very run."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from headrace.bench.engine.shapes import DTYPE
+from headrace.models import ModelConfig, parameter_shapes
+from headrace.models.shapes import EMBEDDING
+
+CUDA_BYTES = 4 * 2**30
+CPU_BYTES = 2**27
+ROUNDS = 5
+PASSES = 4
+"""Reads of the whole memory in one round: a launch's cost vanishes beside them."""
+
+
+def weight_bytes(config: ModelConfig, item: int = DTYPE.itemsize) -> int:
+    """Weights that every step reads: all but an embedding table of its own, of which it gathers a few rows."""
+    shapes = parameter_shapes(config)
+    if not config.tie_embeddings:
+        del shapes[EMBEDDING]
+    return item * sum(math.prod(shape) for shape in shapes.values())
+
+
+def kv_bytes(config: ModelConfig, tokens: float, item: int = DTYPE.itemsize) -> float:
+    """Keys and values of so many cached tokens."""
+    return item * 2 * config.num_layers * config.kv_size * tokens
+
+
+def limit_s(config: ModelConfig, sequences: int, context: float, bandwidth: float) -> float:
+    """Seconds of a decode step that only reads its weights and every sequence's whole context, each once.
+
+    `bandwidth` is in bytes a second.
+    """
+    return (weight_bytes(config) + kv_bytes(config, sequences * context)) / bandwidth
+
+
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second: the best of several ways to read memory far larger than any cache."""
+    size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
+    words = torch.ones(size // 4, dtype=torch.int32, device=device)
+    return max(size / _seconds(read, device) for read in _readers(words))
+
+
+def _readers(words: Tensor) -> list[Callable[[], object]]:
+    numbers = words.view(torch.float32)
+    readers: list[Callable[[], object]] = [numbers.sum, numbers.amax, words.view(torch.bfloat16).amax]
+    if words.is_cuda:
+        from headrace.bench.engine.read_kernel import CONFIGURATIONS, read_all
+
+        readers += [partial(read_all, words, *configuration) for configuration in CONFIGURATIONS]
+    return readers
+
+
+def _seconds(read: Callable[[], object], device: torch.device) -> float:
+    """Of one read, in the best of several rounds."""
+    best = math.inf
+    read()
+    for _ in range(ROUNDS):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(PASSES):
+            read()
+        _wait(device)
+        best = min(best, (time.perf_counter() - began) / PASSES)
+    return best
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
