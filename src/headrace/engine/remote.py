@@ -12,8 +12,8 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -282,18 +282,19 @@ class EngineServer:
         self._waiting_swap = None
         begun = time.perf_counter()
         try:
-            self._sync.require_verified(record.number)
-            report = self._engine.swap(record.number, record.interrupt)
+            with self._sync.at_rest("swap"):
+                self._sync.require_verified(record.number)
+                report = self._engine.swap(record.number, record.interrupt)
+                self._sync.forget()
         except HeadraceError as error:
             self._channel.send(error_to_record(record.call, error))
             return
-        self._sync.forget()
         report = msgspec.structs.replace(report, pause_s=time.perf_counter() - begun)
         self._channel.send(Swapped(call=record.call, report=report))
 
     def _sleep_or_wake(self, record: Sleep | Wake) -> None:
         try:
-            with self._sync.between_stages():
+            with self._sync.at_rest("sleep" if isinstance(record, Sleep) else "wake"):
                 if isinstance(record, Sleep):
                     self._sync.forget()
                     self._engine.sleep(keep_weights=record.keep_weights)
@@ -340,9 +341,15 @@ class _Standby:
                 "swap", self._name, f"version {number} is not verified in standby (it has {self._verified})"
             )
 
-    def between_stages(self) -> AbstractContextManager[Any]:
-        """While it is held no stage begins or is under way, so that nobody writes to the standby buffers."""
-        return self._in_stage
+    @contextmanager
+    def at_rest(self, what: str) -> Iterator[None]:
+        """No stage begins within, so nobody writes to the standby buffers. Refused while one is under way."""
+        if not self._in_stage.acquire(blocking=False):
+            raise SyncError(what, self._name, "a version is being announced, transferred or verified")
+        try:
+            yield
+        finally:
+            self._in_stage.release()
 
     def forget(self) -> None:
         self._manifest = self._verified = None
@@ -360,16 +367,16 @@ class _Standby:
     def _stage(self, record: Any) -> None:
         from headrace.sync import check_manifest, verify
 
-        tensors = self._standby()
         if isinstance(record, Announce):
             self.forget()
-            check_manifest(record.manifest, tensors, who=self._name)
+            check_manifest(record.manifest, self._standby(), who=self._name)
             self._manifest = record.manifest
             return
         manifest = self._manifest
         if manifest is None or manifest.version.number != record.number:
             stage = type(record).__name__.lower()
             raise SyncError(stage, self._name, f"version {record.number} was not announced")
+        tensors = self._standby()
         if isinstance(record, Transfer):
             self._verified = None
             self._receiver.receive(manifest, tensors)

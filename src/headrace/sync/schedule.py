@@ -64,7 +64,14 @@ class Publisher:
     async def _each(
         self, engines: Sequence[Engine], stage: str, act: Callable[[Engine], Awaitable[Any]]
     ) -> list[Any]:
-        return list(await asyncio.gather(*(self._stage(engine, stage, act(engine)) for engine in engines)))
+        """All of them, or none goes on once one has failed."""
+        tasks = [asyncio.ensure_future(self._stage(engine, stage, act(engine))) for engine in engines]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _stage(self, engine: Engine, stage: str, action: Awaitable[Any]) -> Any:
         try:

@@ -50,17 +50,16 @@ def test_a_group_costs_one_prefill_and_shares_the_full_pages_of_its_prompt():
     for i in range(8):
         engine.add(request(i, range(10), 20))
     engine.step()
-    assert (engine.tokens_passed, engine.running, engine.waiting) == (10, 1, 7)
-    engine.step()
-    # The others pass the prompt's last token alone, for its logits.
-    assert (engine.tokens_prefilled, engine.tokens_passed, engine.running) == (10, 10 + 8, 8)
-    assert engine.tokens_sampled == 1 + 8
+    # All eight first tokens come from the prompt's last logits.
+    assert (engine.tokens_passed, engine.running, engine.waiting) == (10, 8, 0)
+    assert engine.tokens_sampled == 8
     # Two full pages once, and the half-filled third for each sequence; a copy for all but the first.
     assert engine.pages_total - engine.pages_free == 2 + 8
     assert engine.pages_copied == 7
+    # One that comes later passes the prompt's last token alone, for its logits.
     engine.add(request(8, range(10), 20))
     engine.step()
-    assert engine.tokens_prefilled == 10
+    assert (engine.tokens_prefilled, engine.tokens_passed) == (10, 10 + 9)
     assert engine.running == 9
 
 
@@ -485,3 +484,24 @@ def test_weights_that_give_nan_end_the_step_with_the_requests_named():
     engine.swap(1, "keep")
     with pytest.raises(HeadraceError, match=r"version 1.*requests \[41, 42\]"):
         engine.step()
+
+
+def test_pages_that_nobody_uses_do_not_keep_the_last_sequence_from_growing():
+    # Both compute the common beginning in one step; the second's tail then hangs on the first's pages.
+    config = {"page_size": 4, "cache_tokens": 40, "max_context": 40, "max_running": 4}
+    wanted = [request(0, [*range(8), 20], 3), request(1, [*range(8), 21], 31)]
+    turns = drive(make_engine(config=config), wanted)
+    assert [len(turns[i].tokens) for i in range(2)] == [3, 31]
+    assert worst_replay(turns) < 1e-4
+
+
+def test_once_logits_were_broken_the_engine_goes_on_with_nothing():
+    engine = make_engine()
+    engine.add(request(0))
+    engine.step()
+    for buffer in engine.standby.values():
+        buffer.fill_(float("nan"))
+    engine.swap(1, "keep")
+    for _ in range(2):
+        with pytest.raises(HeadraceError, match="logits are numbers"):
+            engine.step()

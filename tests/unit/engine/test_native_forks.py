@@ -271,7 +271,7 @@ def test_a_request_that_is_cut_is_held_too_whether_it_runs_or_waits():
     for _ in range(6):
         engine.step()
     cut = [engine.cut(i) for i in range(3)]
-    assert [len(turn.tokens) for turn in cut] == [6, 5, 0]
+    assert [len(turn.tokens) for turn in cut] == [6, 6, 0]
     for i, turn in enumerate(cut):
         engine.add(request(3 + i, [], 5, fork_of=i, fork_at=10 + len(turn.tokens)))
     turns = finish(engine)
@@ -311,4 +311,17 @@ def test_a_fork_that_cannot_be_served_fails_and_changes_nothing(fields, reason):
     with pytest.raises(EpisodeFailure, match=reason):
         engine.add(request(1, **{"context": [], **fields}))
     assert (engine.waiting, engine.pages_free) == (0, free)
+    assert all_free(engine)
+
+
+def test_a_fork_across_a_swap_finishes_in_a_cache_that_holds_one_sequence():
+    engine = make_engine(config={"page_size": 4, "cache_tokens": 12, "max_context": 12, "max_running": 4})
+    engine.add(request(0, range(8), 4))
+    for _ in range(2):
+        engine.step()
+    engine.add(request(1, [], 2, fork_of=0, fork_at=9))
+    publish(engine, 1, "keep")
+    turns = finish(engine)
+    assert turns.keys() == {0, 1}
+    assert worst_replay(turns) < TOLERANCE
     assert all_free(engine)

@@ -47,14 +47,15 @@ TINY = Sample(prompts=8, prompt_tokens=16, tokens=32)
 class Lesson:
     """How the trained model is trained: to speak a random language in which each word has a few successors."""
 
-    words: int = 1000
+    words: int = 200
     successors: int = 8
     sharpness: float = 1.5
     """Standard deviation of the successors' logits."""
     sequences: int = 32
     length: int = 128
-    most_steps: int = 200
+    most_steps: int = 300
     learning_rate: float = 1e-3
+    warmup: int = 20
     close_enough: float = 0.25
     """Nats above the language's own entropy at which it is learnt."""
 
@@ -159,7 +160,12 @@ def train(shape: str, device: torch.device, language: Language, seed: int) -> tu
     """(a model that has learnt the language, its last loss)."""
     lesson = language.lesson
     model = random_weights(config_of(shape), device, seed).requires_grad_(True)
+    # Otherwise random layers drown the word itself, and nothing but the words' frequencies is learnt for long.
+    for name, weight in model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.data.mul_(1 / math.sqrt(2 * config_of(shape).num_layers))
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.learning_rate, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / lesson.warmup))
     packed = PackedContext([lesson.length] * lesson.sequences, device)
     loss = math.inf
     for step in range(lesson.most_steps):
@@ -171,6 +177,7 @@ def train(shape: str, device: torch.device, language: Language, seed: int) -> tu
         (-logprobs.mean()).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        schedule.step()
         if step % 10 == 9:
             loss = -float(logprobs.detach().mean())
             if loss < language.entropy + lesson.close_enough:

@@ -1,20 +1,23 @@
 """The embedded engine: a synchronous core that a process around it feeds.
 
-    add ──▶ queue ──▶ [ prompt pass │ suffix pass │ decode pass ] ──▶ sample ──▶ turns that ended
-                         one of them per step
+add ──▶ queue ──▶ scheduler: Plan ──▶ runner: passes and sampling ──▶ Outcome ──▶ turns that ended
+                   one token of each sequence that is up to date,
+                   chunks of those that are not
 
-    core.py         NativeEngine: what a step does, swaps, turns
-    scheduler.py    who runs: admission by free pages, sharing of prompts, preemption
-    requests.py     checks of a request; a sequence and its KV lineage
-    slots.py        the running sequences' state as arrays, one row each
-    pages.py        which page of the KV cache belongs to whom
-    prefix.py       prompts kept for requests that share them
-    kv.py           the cache's tensors
-    attention.py    what tokens attend to, over pages
-    sampling.py     from logits to tokens, log-probs and supports
-    weights.py      live and standby parameters
+core.py         NativeEngine: requests, swaps, sleep, steps, turns
+scheduler.py    who runs: admission by free pages, sharing of beginnings, chunks, preemption
+requests.py     checks of a request; a sequence and its KV lineage
+slots.py        the running sequences' state as arrays, one row each
+pages.py        which page of the KV cache belongs to whom
+tree.py         beginnings of sequences that are kept for others
+plan.py         what a step does, as data; what a runner is
+weights.py      live and standby parameters
+kv.py           the cache's tensors
+memory.py       memory that can be given back and had again at the same addresses
 
-Attention, cache tensors and sampling are plain PyTorch for any device; faster ones replace those three files.
+runners.py      which of the two carries out the steps:
+reference.py      plain PyTorch on any device, with attention.py and sampling.py
+graphs.py         Triton kernels and CUDA graphs, one step ahead, with staging.py and headrace.kernels
 """
 
 from headrace.engine.native.core import NativeEngine

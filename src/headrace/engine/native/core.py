@@ -98,13 +98,15 @@ class NativeEngine:
         self._eos = eos_tokens
         self._decode = decode
         self._weights = Weights(model)
-        self._kv = KvCache.sized(model.config, config, self._weights.dtype, self._weights.device)
+        reserve = self._weights.set_bytes if config.standby else 0
+        self._kv = KvCache.sized(model.config, config, self._weights.dtype, self._weights.device, reserve)
         self._scheduler = Scheduler(
             self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
         )
         self._slots = self._scheduler.slots
         self._runner: Runner = open_runner(model, self._weights, self._kv, self._slots, config)
         self._under_way: deque[_Step] = deque()
+        self._broken: HeadraceError | None = None
         self._ended: Ended = []
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
@@ -360,10 +362,19 @@ class NativeEngine:
         """
         exclusive = self._exclusive("a forward pass began within a swap")
         with exclusive, torch.inference_mode(), self._runner.scope():
-            version = self.version
+            if self._broken is not None:
+                raise self._broken
+            version, idle = self.version, not self._under_way
             plan = None if self.asleep else self._scheduler.plan(version, admit=admit)
             if plan is not None:
                 self._begin(plan)
+            elif idle and admit and not self.asleep and self._sequences and not self._ended:
+                pages = f"{self.pages_free} of {self.pages_total} pages free"
+                raise HeadraceError(
+                    f"{self.name} makes progress while it has requests",
+                    f"{self.running} running, {self.waiting} waiting, {pages}",
+                    "report this with the requests: it is a fault of the scheduler",
+                )
             while len(self._under_way) > (self._runner.ahead if plan is not None else 0):
                 self._collect()
         if self.version != version:
@@ -387,7 +398,7 @@ class NativeEngine:
         self.steps += 1
         self.tokens_prefilled += chunk_tokens
         self.tokens_passed += chunk_tokens + len(plan.rows)
-        self.pages_copied += len(plan.copies[0])
+        self.pages_copied += len(plan.copies[0]) + len(plan.later_copies[0])
         self._under_way.append(_Step(plan, sequences, scored, self.version, self._runner.begin(plan)))
 
     def _settle(self) -> bool:
@@ -424,11 +435,13 @@ class NativeEngine:
     def _check_numbers(self, step: _Step, logprobs: np.ndarray, still: np.ndarray) -> None:
         broken = np.isnan(logprobs) & still
         if broken.any():
-            raise HeadraceError(
+            # What this step sampled is lost for all of its sequences, so nothing goes on from here.
+            self._broken = HeadraceError(
                 f"logits are numbers ({self.name}, version {step.version})",
                 f"NaN or infinity for requests {[step.sequences[i].request.id for i in np.flatnonzero(broken)]}",
                 "the weights published as this version are broken: look at the trainer's loss and gradients",
             )
+            raise self._broken
 
     def _take_scores(self, step: _Step, scores: list[np.ndarray]) -> None:
         chunks = [chunk for chunk in step.plan.chunks if len(chunk.targets)]

@@ -111,7 +111,7 @@ class GraphRunner:
         self._pool = torch.cuda.graph_pool_handle() if self._cuda else None
         self._last_end: torch.cuda.Event | None = None
         self.gaps: deque[float] = deque(maxlen=4096)
-        """Seconds the device stood still between a step and the next, for steps begun while one was under way."""
+        """Seconds between the end of a step and the beginning of the next on the device."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
             self._capture_all(config.standby)
@@ -146,6 +146,8 @@ class GraphRunner:
         else:
             hidden_td, outputs = self._forward(shape, truncating)
             scores = self._score(plan, hidden_td)
+            if plan.later_copies[0]:
+                self._kv.copy(*plan.later_copies)
         span = None
         if start is not None:
             span = self._last_end, start
@@ -228,7 +230,8 @@ class GraphRunner:
         idle["top_p"].fill_(1.0)
         self._forward(shape, truncating)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # Another thread may be copying weights meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             _, outputs = self._forward(shape, truncating)
         self._staging.device_block.copy_(sent)
         return _Captured(graph, outputs)
@@ -324,8 +327,10 @@ class GraphRunner:
         host["positions"][start:] = positions
         host["rows"][start:] = self._slots.page_table[slots, positions // size] * size + positions % size
         host["chunk_items"][...] = kernels.chunk_items(starts, counts, firsts, rows, self._queries_per_item)
-        ends = (starts + counts - 1)[[chunk.samples for chunk in plan.chunks]]
-        host["sample_rows"][...] = np.concatenate([np.arange(start), ends])
+        ends = starts + counts - 1
+        own = ends[[chunk.samples for chunk in plan.chunks]]
+        end_of = dict(zip(rows.tolist(), ends.tolist(), strict=True))
+        host["sample_rows"][...] = [*range(start), *own.tolist(), *(end_of[slot] for slot in plan.twins)]
 
     def _take_updates(self) -> tuple[np.ndarray, np.ndarray]:
         """(places in the flat table, pages) that changed since the last step. A later one stands alone."""

@@ -49,15 +49,20 @@ class KvCache:
 
     @classmethod
     def sized(
-        cls, model: ModelConfig, config: NativeEngineConfig, dtype: torch.dtype, device: torch.device
+        cls,
+        model: ModelConfig,
+        config: NativeEngineConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        reserve: int = 0,
     ) -> KvCache:
-        """As the configuration says, or room for all sequences as far as memory goes."""
+        """As the configuration says, or room for all sequences as far as memory goes beyond `reserve` bytes."""
         page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
         tokens = config.cache_tokens
         if tokens is None:
             spare = DEFAULT_CACHE_BYTES
             if device.type == "cuda":
-                spare = int(torch.cuda.mem_get_info(device)[0] * CUDA_CACHE_SHARE)
+                spare = int(max(0, torch.cuda.mem_get_info(device)[0] - reserve) * CUDA_CACHE_SHARE)
             affordable = spare // cls.bytes_per_token(model, dtype)
             tokens = max(config.max_context, min(config.max_running * config.max_context, affordable))
         return cls(model, pages_for(tokens, page_size), page_size, dtype, device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -40,12 +40,16 @@ class Plan:
     writes: np.ndarray
     """False where the token's keys and values are in the cache already and only its logits are wanted."""
     chunks: list[Chunk]
+    twins: list[int]
+    """Slots of chunks from whose last logits a further sequence's token is sampled, too; one for each such."""
     samples: np.ndarray
-    """Slots a token is sampled for: `rows`, then the chunks that sample."""
+    """Slots a token is sampled for: `rows`, then the chunks that sample, then the further ones of `twins`."""
     indices: np.ndarray
     """Of each sample: which of its sequence's tokens it is, from 0."""
-    copies: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    copies: tuple[list[int], list[int]]
     """Pages to copy, (from, to), before anything else."""
+    later_copies: tuple[list[int], list[int]]
+    """Pages to copy after the passes."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -76,7 +80,7 @@ class Runner(Protocol):
     """Steps that may be begun before the outcome of the first of them is asked for."""
 
     gaps: deque[float]
-    """Seconds the device stood still before each of the latest steps, where the runner can tell."""
+    """Seconds between a step's beginning on the device and the end of the one before, where the runner can tell."""
 
     def scope(self) -> AbstractContextManager[Any]:
         """Everything that touches the weights or the cache happens within."""

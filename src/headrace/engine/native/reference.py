@@ -55,7 +55,10 @@ class ReferenceRunner:
                 hidden |= {chunk.slot: piece for chunk, piece in zip(chunks, pieces, strict=True)}
         parts = [self._single(plan)] if len(plan.rows) else []
         parts += [hidden[chunk.slot][-1:] for chunk in plan.chunks if chunk.samples]
+        parts += [hidden[slot][-1:] for slot in plan.twins]
         scores = [self._score(chunk, hidden[chunk.slot]) for chunk in plan.chunks if len(chunk.targets)]
+        if plan.later_copies[0]:
+            self._kv.copy(*plan.later_copies)
         return _Done(Outcome(self._sample(plan, parts), scores))
 
     def synchronize(self) -> None:

@@ -97,6 +97,9 @@ def check_request(request: SampleRequest, *, vocab_size: int, max_context: int, 
         whole = not request.sampling.truncates or request.begun.support is not None
         _demand(whole, "a turn resumed with truncated sampling brings its supports", request.begun.support)
     check_length(len(request.context) + (len(request.begun.tokens) if request.begun else 0), max_context)
+    if request.begun is not None:
+        same = np.array_equal(request.begun.context, request.context)
+        _demand(same, "a turn that was begun is resumed on its own context", len(request.begun.context))
 
 
 def check_score(request: ScoreRequest, *, vocab_size: int, max_context: int) -> None:

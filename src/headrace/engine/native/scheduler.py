@@ -2,7 +2,8 @@
 
 A step passes the last token of every sequence that is up to date, and chunks of those that are not, oldest
 first, up to `prefill_tokens`. What others have computed is shared: full pages as they are, a partly filled one
-as a copy. Of several waiting sequences with one prompt the first computes it and the others wait for it.
+as a copy. Of several waiting sequences with one prompt the first computes it; the others wait for that and sample
+their first token from the same logits.
 
 When pages run out, kept beginnings go first, then pages held for forks, then the youngest running sequence
 gives way. Nothing waits for ever: a sequence alone can evict everything else, and one of full length fits.
@@ -29,6 +30,8 @@ RUNNING_PER_RESERVED_PAGE = 8
 """Admission leaves so many pages free that what runs can grow a little, or it would be preempted at once."""
 SHARE_FILLED_AT_ONCE = 32
 """One slot in so many: at most this share stands empty for it."""
+WORTH_COPYING = 2
+"""A page is copied for this part of its tokens, or for what is wanted to the last token: less is soon computed."""
 NO_TARGETS = np.empty(0, np.int32)
 
 
@@ -45,7 +48,7 @@ class Scheduler:
         self.slots = Slots(max_running, pages_for(max_context, kv.page_size))
         self.queue: deque[Sequence] = deque()
         self.held: dict[int, Sequence] = {}
-        """Ended sequences whose pages are kept for forks, by request; least recently used first."""
+        """Ended sequences whose pages are kept for forks, by request, in the order of their ends."""
         self._settle = settle
         self._computing: dict[bytes, int] = {}
         """Prompts that a running sequence is about to have computed, and its slot."""
@@ -56,31 +59,25 @@ class Scheduler:
         """The next step, taken as begun: slots count its passes as done. None when there is nothing to do."""
         preempted = self._make_room_to_decode()
         copies: tuple[list[int], list[int]] = ([], [])
-        if not preempted:
+        if not preempted and (self._worth_admitting or not admit):
             self._admit(version, *copies, new=admit)
         rows = self.slots.ready
         chunks = self._chunks()
         if not len(rows) and not chunks:
             return None
         slots = self.slots
-        sampling = np.array([chunk.slot for chunk in chunks if chunk.samples], np.int64)
-        samples = np.concatenate([rows, sampling])
-        plan = Plan(
-            rows=rows,
-            tokens=slots.last_token[rows],
-            positions=slots.length[rows] - 1,
-            writes=slots.cached[rows] < slots.length[rows],
-            chunks=chunks,
-            samples=samples,
-            indices=slots.issued[samples],
-            copies=copies,
-        )
+        tokens, positions = slots.last_token[rows], slots.length[rows] - 1
+        writes = slots.cached[rows] < slots.length[rows]
         for chunk in chunks:
             slots.cached[chunk.slot] = chunk.last
-        slots.issue(samples)
-        for chunk in chunks:
             self._keep_beginning(chunk)
-        return plan
+        later: tuple[list[int], list[int]] = ([], [])
+        twins = self._admit_twins(version, chunks, *later) if admit and not preempted else {}
+        sampling = [chunk.slot for chunk in chunks if chunk.samples]
+        samples = np.array([*rows.tolist(), *sampling, *twins], np.int64)
+        indices = slots.issued[samples]
+        slots.issue(samples)
+        return Plan(rows, tokens, positions, writes, chunks, list(twins.values()), samples, indices, copies, later)
 
     def _chunks(self) -> list[Chunk]:
         slots, left, chunks = self.slots, self.prefill_tokens, []
@@ -138,6 +135,35 @@ class Scheduler:
         for page in borrowed:
             self.pool.release(np.array([page]))
 
+    def _admit_twins(
+        self, version: int, chunks: list[Chunk], sources: list[int], targets: list[int]
+    ) -> dict[int, int]:
+        """Slots of waiting sequences whose whole context this step computes for another, and that one's slot: their
+        first token is sampled from the same logits."""
+        done = [chunk.slot for chunk in chunks if chunk.samples and self.slots.pure[chunk.slot]]
+        leaders = {self.slots.sequence(slot).prompt: slot for slot in done if not self.slots.issued[slot]}
+        twins: dict[int, int] = {}
+        others: list[Sequence] = []
+        borrowed: list[int] = []
+        while leaders and self.queue and self.slots.free and len(others) < self.slots.capacity:
+            sequence = self.queue.popleft()
+            plain = sequence.shared is None and sequence.targets is None and not sequence.preempted
+            leader = leaders.get(sequence.prompt) if plain and not len(sequence.tokens) else None
+            if leader is None:
+                others.append(sequence)
+                continue
+            if not self._enter(sequence, version, sources, targets, borrowed):
+                self.queue.appendleft(sequence)
+                break
+            slot = sequence.slot
+            assert slot is not None
+            if self.slots.cached[slot] == self.slots.length[slot]:
+                twins[slot] = leader
+        self.queue.extendleft(reversed(others))
+        for page in borrowed:
+            self.pool.release(np.array([page]))
+        return twins
+
     def _enter(
         self, sequence: Sequence, version: int, sources: list[int], targets: list[int], borrowed: list[int]
     ) -> bool:
@@ -150,15 +176,15 @@ class Scheduler:
         if not self.slots.running:
             while not self._room(missing) and self._drop_held():
                 pass
-        if tail_page is not None and not self.slots.running and not self._room(missing):
-            # A sequence that needs the whole cache cannot keep what it would copy.
-            self.pool.release(np.array([tail_page]))
-            if sequence.shared is not None:
-                self.pool.release(full)
-                self._abandon(sequence)
-                full = full[:0]
-            tail_page, cached = None, len(full) * self.page_size
-            missing = pages_for(sequence.length, self.page_size) - len(full)
+        if not self.slots.running and not self._room(missing):
+            # One that needs the whole cache has no room for what it would copy, or for more than it uses of a fork.
+            self.pool.release(full)
+            if tail_page is not None:
+                self.pool.release(np.array([tail_page]))
+            self._abandon(sequence)
+            self.forget_beginnings()
+            full, tail_page, cached = full[:0], None, 0
+            missing = pages_for(sequence.length, self.page_size)
         if not self._room(missing + reserve) and not (not self.slots.running and self._room(missing)):
             self.pool.release(full)
             if tail_page is not None:
@@ -184,7 +210,11 @@ class Scheduler:
             full = cached // self.page_size
             return shared.pages[:full], int(shared.pages[full]) if cached % self.page_size else None, cached
         match = self.tree.match(sequence.whole()[: sequence.reusable])
-        return match.pages, match.tail_page, len(match.pages) * self.page_size + match.tail
+        full = len(match.pages) * self.page_size
+        cached = full + match.tail
+        if match.tail_page is None or (cached < sequence.reusable and match.tail < self.page_size // WORTH_COPYING):
+            return match.pages, None, full
+        return match.pages, match.tail_page, cached
 
     def _note_begin(self, sequence: Sequence, slot: int, version: int, cached: int) -> None:
         if sequence.shared is not None and cached:
@@ -211,7 +241,7 @@ class Scheduler:
             rows = rows[slots.length[rows] > slots.num_pages[rows] * self.page_size]
             if self._room(len(rows)):
                 break
-            if self._settle() or self._drop_held():
+            if self._settle() or self.tree.prune() or self._drop_held():
                 continue
             if slots.running == 1:
                 raise HeadraceError("the KV cache holds one sequence of max_context", self.pool.total)
@@ -240,8 +270,9 @@ class Scheduler:
 
     def _abandon(self, sequence: Sequence) -> None:
         """Let a waiting fork, or those of a held sequence, compute its whole context itself."""
-        self._give_up(sequence)
-        sequence.lineage = []
+        if sequence.shared is not None:
+            self._give_up(sequence)
+            sequence.lineage = []
 
     def _give_up(self, sequence: Sequence) -> None:
         if sequence.shared is not None:

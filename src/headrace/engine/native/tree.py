@@ -128,6 +128,31 @@ class PageTree:
         self._pool.release(np.array(freed, np.int64))
         return len(freed)
 
+    def prune(self) -> int:
+        """Drop every page that only the tree references, with all that goes on from it, also what others use.
+
+        For when nothing can be evicted: a page nobody uses may lead to one that is in use. Returns how many pages
+        became free.
+        """
+        nodes, pages, free = [self._root], [], self._pool.free
+        self._leaves.clear()
+        self._leaves_in_use.clear()
+        while nodes:
+            node = nodes.pop()
+            unused = [child for child in node.children if self._pool.references(child.page) == 1]
+            node.children = [child for child in node.children if self._pool.references(child.page) > 1]
+            while unused:
+                gone = unused.pop()
+                pages.append(gone.page)
+                unused += gone.children
+                node.last_use = max(node.last_use, gone.last_use)
+            nodes += node.children
+            if not node.children and node is not self._root:
+                self._queue(node)
+        self.pages -= len(pages)
+        self._pool.release(np.array(pages, np.int64))
+        return self._pool.free - free
+
     def clear(self) -> None:
         """Release everything."""
         pages: list[int] = []

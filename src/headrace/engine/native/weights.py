@@ -45,7 +45,8 @@ class Weights:
     def standby(self) -> Mapping[str, Tensor]:
         """The standby buffers under their Hugging Face names, first a copy of the live ones.
 
-        Waits for the passes that read them while they were live. Brings back the memory that is released.
+        Waits for the passes that read them while they were live, and for copies from them. Brings back the memory
+        that is released.
         """
         self.restore()
         if not self.complete:
@@ -75,9 +76,7 @@ class Weights:
         for name, live in self._live.items():
             live.data, self._standby[name] = self._standby[name], live.data
         self.side = 1 - self.side
-        if self.device.type == "cuda":
-            self._retired = torch.cuda.Event()
-            self._retired.record()
+        self._note_use()
 
     def take(self, names: Collection[str]) -> None:
         """Copy these parameters from their standby buffers to the live ones, after the passes under way."""
@@ -87,6 +86,18 @@ class Weights:
         # One by one: a kernel for many would have to be loaded at the first swap, which takes milliseconds.
         for name in names:
             self._live[name].data.copy_(self._standby[name], non_blocking=True)
+        self._note_use()
+
+    def _note_use(self) -> None:
+        """The standby buffers are read, or were until now, by what the device has been given so far."""
+        if self.device.type == "cuda":
+            self._retired = torch.cuda.Event()
+            self._retired.record()
+
+    @property
+    def set_bytes(self) -> int:
+        """Memory of one set."""
+        return self._size
 
     def release(self, keep: bool) -> None:
         """Give the memory of both sets back, once the device has done what was begun.
