@@ -1,0 +1,124 @@
+"""The engine's process, its channel's other end in this one: what stages of a publication may not do to each other."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import zlib
+from typing import Any
+
+import torch
+from engine_builders import make_engine, request, version_of
+
+from headrace import records
+from headrace.engine import remote
+from headrace.engine.native import NativeEngine
+from headrace.ipc import FrameReader, Stop
+from headrace.records import WeightVersion
+from headrace.sync.base import Manifest, TensorSpec
+
+
+class Copies:
+    """A receiver that brings the announced version's weights."""
+
+    def receive(self, manifest: Manifest, standby: Any) -> None:
+        weights = dict(version_of(manifest.version.number).named_parameters())
+        for name, buffer in standby.items():
+            buffer.copy_(weights[name].detach())
+
+
+def manifest_of(number: int) -> Manifest:
+    tensors = []
+    for name, weight in version_of(number).named_parameters():
+        raw = weight.detach().numpy().tobytes()
+        shape, checksum = tuple(weight.shape), zlib.crc32(raw)
+        tensors.append(
+            TensorSpec(name=name, dtype="float32", shape=shape, offset=0, nbytes=len(raw), checksum=checksum)
+        )
+    version = WeightVersion(number=number, parent=None, step=0)
+    return Manifest(version=version, payload="full", transport="test", tensors=tuple(tensors), nbytes=0)
+
+
+class Client:
+    def __init__(self, engine: NativeEngine):
+        self._sock, theirs = socket.socketpair()
+        self._calls, self._reader = 0, FrameReader()
+        self._answers: dict[int, Any] = {}
+        self._arrived = threading.Condition()
+        server = remote.EngineServer(theirs, engine, Copies())
+        self._threads = [threading.Thread(target=run, daemon=True) for run in (server.serve, self._read)]
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, kind: Any, **fields: Any) -> int:
+        self._calls += 1
+        self._sock.sendall(records.encode(kind(call=self._calls, **fields)))
+        return self._calls
+
+    def answer(self, call: int) -> Any:
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: call in self._answers, timeout=30)
+            return self._answers[call]
+
+    def ask(self, kind: Any, **fields: Any) -> Any:
+        return self.answer(self.tell(kind, **fields))
+
+    def close(self) -> None:
+        self._sock.sendall(records.encode(Stop()))
+        self._threads[0].join(30)
+        self._sock.close()
+
+    def _read(self) -> None:
+        try:
+            while data := self._sock.recv(1 << 20):
+                with self._arrived:
+                    self._answers |= {record.call: record for record in self._reader.feed(data)}
+                    self._arrived.notify_all()
+        except OSError:
+            pass
+
+
+def serves(engine: NativeEngine, number: int) -> bool:
+    live = dict(engine._model.named_parameters())
+    return all(torch.equal(live[name], weight) for name, weight in version_of(number).named_parameters())
+
+
+def test_a_version_that_arrives_during_a_swap_does_not_become_the_one_that_is_swapped_in():
+    engine = make_engine()
+    inside, swap = threading.Event(), engine.swap
+
+    def slow_swap(*arguments: Any) -> Any:
+        inside.set()
+        time.sleep(0.3)
+        return swap(*arguments)
+
+    engine.swap = slow_swap  # type: ignore[method-assign]
+    client = Client(engine)
+    client.tell(remote.Announce, manifest=manifest_of(1))
+    client.tell(remote.Transfer, number=1)
+    assert isinstance(client.ask(remote.Verify, number=1), remote.Ok)
+    client.tell(remote.Sample, request=request(0, range(5), 40))
+    # The publisher gave up on this swap and goes on with the next version.
+    swapped = client.tell(remote.Swap, number=1, interrupt="keep")
+    assert inside.wait(10)
+    announced = client.tell(remote.Announce, manifest=manifest_of(2))
+    transferred = client.tell(remote.Transfer, number=2)
+    assert isinstance(client.answer(swapped), remote.Swapped)
+    assert serves(engine, 1)
+    assert isinstance(client.answer(announced), remote.Ok)
+    assert isinstance(client.answer(transferred), remote.Ok)
+    assert isinstance(client.ask(remote.Verify, number=2), remote.Ok)
+    assert isinstance(client.ask(remote.Swap, number=2, interrupt="keep"), remote.Swapped)
+    assert serves(engine, 2)
+    client.close()
+
+
+def test_a_transfer_that_was_not_announced_does_not_bring_a_sleeping_engines_memory_back():
+    engine = make_engine()
+    client = Client(engine)
+    assert isinstance(client.ask(remote.Announce, manifest=manifest_of(1)), remote.Ok)
+    assert isinstance(client.ask(remote.Sleep, keep_weights=False), remote.Ok)
+    assert not isinstance(client.ask(remote.Transfer, number=1), remote.Ok)
+    assert not any(block.resident for block in engine._weights._blocks)
+    client.close()
