@@ -1,4 +1,4 @@
-"""The engine's process, its channel's other end in this one: what stages of a publication may not do to each other."""
+"""The engine's process, its channel's other end in this one: stages of a publication that overlap other things."""
 
 from __future__ import annotations
 
