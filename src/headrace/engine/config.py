@@ -34,7 +34,8 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """`exact`: a token and its log-prob depend on its own sequence alone, bit for bit, whatever the batch, and the
     trainer recomputes the same bits where it has the same weights."""
     standby: bool = True
-    """Memory for a second set of weights, so that the next version arrives while this one is served."""
+    """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
+    False: with the first version that arrives, whose swap then takes longer."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
     count: Annotated[int, Meta(ge=1)] = 1
