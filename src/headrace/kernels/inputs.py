@@ -1,4 +1,7 @@
-"""What a captured step does first: fetch the tokens that were sampled last, and bring its page table up to date."""
+"""What a captured step does first: fetch the tokens that were sampled last, and bring its page table up to date.
+
+The reference is the docstring of `prepare`; the engine's runners are compared as a whole.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
