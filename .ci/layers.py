@@ -26,7 +26,7 @@ FLOOR = {
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
 PIPELINE = {"pipeline", "evaluation", "resume", "config"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
-TOP = {"bench", "cli"}
+TOP = {"bench", "cli", "__main__"}
 FACES = {"base", "config"}
 
 
