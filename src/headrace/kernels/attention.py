@@ -86,13 +86,14 @@ def _attend(
     Q: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ITEM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    launch.wait(EARLY)
     group, item = tl.program_id(0), items + tl.program_id(1) * ITEM
+    # Neither items nor table are written by the launch before this one, so they need not wait for it.
     count = tl.load(item + 1)
-    if count == 0:
-        return
     token, position = tl.load(item), tl.load(item + 2)
     first, last, place, part = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
+    launch.wait(EARLY)
+    if count == 0:
+        return
     i, d, n = tl.arange(0, ROWS), tl.arange(0, D_PAD), tl.arange(0, KEYS)
     query, head = i // Q, group * Q + i % Q
     real = (query < count)[:, None] & (d < D)[None, :]
@@ -179,6 +180,7 @@ def attend(
 ) -> None:
     """Run every item; writes the rows of `out_thd` that items without a part name, and the parts.
 
+    Table and items are read before the launch that precedes this one has ended, so that one must not write them.
     `partial` is float32 (parts, H, D), `statistics` (parts, H, 2).
     """
     _, heads, dim = q_thd.shape

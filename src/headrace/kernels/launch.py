@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel's blocks are set up while the one before it still ends.
 
-A kernel launched so must call `wait` in every block before it touches memory or returns: only then has all that
-came before it in the stream ended.
+A kernel launched so must call `wait` in every block before it returns, and before it touches memory that the kernel
+before it writes, or that may be written by one before that: only then has all that came before it ended.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

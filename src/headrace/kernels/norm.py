@@ -30,12 +30,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(norm of x + residual, x + residual); both inputs have one shape and dtype."""
+    """(norm of x + residual, x + residual); both inputs have one shape and dtype.
+
+    x may also come in parts: one dimension more, in front, contiguous and in float32. Their sum is rounded to the
+    residual's dtype before it is added.
+    """
+    parts = x.shape[0] if x.dim() > residual.dim() else 1
     rows, residual_rows = as_rows(x), as_rows(residual)
-    normed = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+    normed = torch.empty(residual_rows.shape, dtype=residual.dtype, device=x.device)
     total = torch.empty_like(normed)
-    _launch(rows, residual_rows, weight, normed, total, eps)
-    return normed.view(x.shape), total.view(x.shape)
+    _launch(rows, residual_rows, weight, normed, total, eps, parts)
+    return normed.view(residual.shape), total.view(residual.shape)
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -45,9 +50,15 @@ def as_rows(x: Tensor) -> Tensor:
 
 
 def _launch(
-    x: Tensor, residual: Tensor | None, weight: Tensor, normed: Tensor, total: Tensor | None, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    normed: Tensor,
+    total: Tensor | None,
+    eps: float,
+    parts: int = 1,
 ) -> None:
-    count, width = x.shape
+    count, width = normed.shape
     block = triton.next_power_of_2(width)
     rows = max(LEAST_TILE // block, 1)
     _norm[(triton.cdiv(count, rows),)](
@@ -64,6 +75,7 @@ def _launch(
         BLOCK=block,
         ROWS=rows,
         ADD=residual is not None,
+        PARTS=parts,
         EARLY=launch.early(),
         launch_pdl=launch.early(),
         num_warps=min(max(rows * block // 512, 4), 16),
@@ -75,13 +87,17 @@ def _launch(
 def _norm(
     x, residual, weight, normed, total, count, x_stride, residual_stride, eps,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADD: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     launch.wait(EARLY)
     rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     columns = tl.arange(0, BLOCK)[None, :]
     real = (rows < count) & (columns < WIDTH)
     value = tl.load(x + rows * x_stride + columns, mask=real, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(x + (part * count + rows) * x_stride + columns, mask=real, other=0.0)
+    if PARTS > 1:
+        value = value.to(normed.dtype.element_ty).to(tl.float32)
     # Read before the reduction, whose barrier no load passes.
     factor = tl.load(weight + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     if ADD:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 
 from headrace.kernels.gate import gated_silu
 from headrace.kernels.norm import add_rms_norm, rms_norm
+from headrace.kernels.products import Products
 from headrace.kernels.rotate import rotate, rotate_and_write
 from headrace.models.attention import AttentionContext, CacheContext
 from headrace.models.joined import side_by_side
@@ -17,12 +19,26 @@ from headrace.models.ops import ReferenceOps, Rotation
 
 
 class FusedOps(ReferenceOps):
-    """`ReferenceOps` with fewer passes over memory and the same rounding. Inference only; stateless.
+    """`ReferenceOps` with fewer passes over memory and the same rounding. Inference only.
 
     Norms, the gate and the rotation are kernels without a backward, so they refuse tensors that want gradients.
     q, k, v and gate, up are one product each where their weights lie side by side (`join`). Over a `CacheContext`
     the norm per head, the rotation and the cache's write are one launch.
     """
+
+    def __init__(self) -> None:
+        self._products = Products()
+
+    def tuning(self) -> AbstractContextManager[None]:
+        """Within, products of sizes met for the first time are tuned. Not in a capture."""
+        return self._products.tuning()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self._products.linear(x, weight) if bias is None else F.linear(x, weight, bias)
+
+    def branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Perhaps in parts, which `add_rms_norm` sums."""
+        return self._products.linear(x, weight, in_parts=True) if bias is None else F.linear(x, weight, bias)
 
     def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         """Column views of one product where the layers are plain and side by side in memory."""
@@ -33,7 +49,7 @@ class FusedOps(ReferenceOps):
         biases = [layer.bias for layer in plain if layer.bias is not None]
         bias = side_by_side(biases) if len(biases) == len(plain) else None
         _refuse_gradients(x, weight)
-        parts = list(F.linear(x, weight, bias).split([layer.out_features for layer in plain], -1))
+        parts = list(self.linear(x, weight, bias).split([layer.out_features for layer in plain], -1))
         if bias is None and biases:
             pairs = zip(parts, plain, strict=True)
             parts = [part if layer.bias is None else part + layer.bias for part, layer in pairs]

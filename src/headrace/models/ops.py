@@ -40,6 +40,10 @@ class Ops(Protocol):
         """x @ weightᵀ + bias over the last dimension."""
         ...
 
+    def branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """As `linear`, for a result that only `add_rms_norm` reads: whatever that takes for its first argument."""
+        ...
+
     def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         """Several projections of one input (q, k, v; gate, up), in order.
 
@@ -97,6 +101,9 @@ class ReferenceOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, bias)
+
+    def branch(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.linear(x, weight, bias)
 
     def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         return [F.linear(x, layer.weight, layer.bias) if type(layer) is nn.Linear else layer(x) for layer in layers]

@@ -161,9 +161,9 @@ class CausalLM(nn.Module):
 
 
 def project(ops: Ops, x: Tensor, layer: nn.Module) -> Tensor:
-    """One projection through the back end, or through the module where it is not a plain one."""
+    """A projection back to the residual stream: the back end's, or the module's where it is not a plain one."""
     if type(layer) is nn.Linear:
-        return ops.linear(x, layer.weight, layer.bias)
+        return ops.branch(x, layer.weight, layer.bias)
     out = layer(x)
     assert isinstance(out, Tensor)
     return out

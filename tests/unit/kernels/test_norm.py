@@ -43,6 +43,19 @@ def test_the_norm_of_a_sum_rounds_the_sum_first(rows, width, dtype):
     assert_within_one_rounding(normed, reference.rms_norm(x + residual, weight, EPS))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("parts", "rows", "width"), [(2, 9, 80), (4, 3, 1536)])
+def test_parts_are_summed_and_rounded_before_the_residual_is_added(parts, rows, width, dtype):
+    x = draw(parts, rows, width, dtype=torch.float32)
+    residual, weight = draw(rows, width, dtype=dtype, seed=2), draw(width, dtype=dtype, seed=1)
+    normed, total = add_rms_norm(x, residual, weight, EPS)
+    whole = x[0].clone()
+    for part in x[1:]:
+        whole += part
+    assert torch.equal(total, whole.to(dtype) + residual)
+    assert_within_one_rounding(normed, reference.rms_norm(total, weight, EPS))
+
+
 def test_inputs_are_unchanged():
     x, residual, weight = (draw(3, 16, dtype=torch.float32, seed=seed) for seed in range(3))
     before = [x.clone(), residual.clone(), weight[0].clone()]

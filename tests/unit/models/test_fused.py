@@ -75,6 +75,7 @@ class CountingOps(FusedOps):
     """Remembers of each group of projections whether it was one product."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.joined: list[bool] = []
 
     def linears(self, x, layers):
