@@ -6,15 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from headrace.audit.laws import PROVENANCE, Violation, check_laws
+from headrace.audit.tolerance import tolerance_of
 from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.ledger import Ledger
 from headrace.telemetry.episodes import StoredEpisode, read_episodes
 from headrace.telemetry.folder import RunFolder
-
-TOLERANCE = 1e-4
-"""Largest difference between a recorded and a recomputed log-prob, in float32."""
 
 
 @dataclass
@@ -60,32 +60,33 @@ def _recompute(
 
     kept = KeptVersions(Path(config.model.path), place.versions, config.engine)
     chosen = _spread([item for item in stored if _replayable(item, kept.numbers)], wanted)
-    tolerance = TOLERANCE if config.engine.dtype == "float32" else 0.1
-    worst, total, tokens = 0.0, 0.0, 0
+    tolerance = tolerance_of(config.engine)
+    found: list[Violation] = []
+    differences = [np.zeros(0, np.float32)]
     for item in chosen:
         for index, turn in enumerate(item.episode.turns):
             if not len(turn.tokens):
                 continue
             again = replay_logprobs(kept.model, item.episode.full_context(index), turn)
-            difference = abs(again - turn.logprobs)
-            worst, total, tokens = (
-                max(worst, float(difference.max())),
-                total + float(difference.sum()),
-                tokens + len(again),
-            )
-            if not difference.max() <= tolerance:
-                place_ = int(difference.argmax())
+            differences.append(abs(again - turn.logprobs))
+            place_ = tolerance.broken_at(differences[-1])
+            if place_ is not None:
                 what = (
                     f"token {place_} of version {turn.versions[place_]}: log-prob {turn.logprobs[place_]:.6f},"
                     f" recomputed {again[place_]:.6f}"
                 )
-                report.violations.append(Violation(PROVENANCE, f"{item.episode.id} turn {index}", what))
+                found.append(Violation(PROVENANCE, f"{item.episode.id} turn {index}", what))
+    every = np.concatenate(differences)
+    if not found and tolerance.broken_by_all(every):
+        what = f"too many log-probs are {tolerance.most} or more from the recomputed, on average {every.mean():.6f}"
+        found.append(Violation(PROVENANCE, f"{len(chosen)} episodes", what))
+    report.violations += found
     report.recomputed = {
         "asked": wanted,
         "episodes": len(chosen),
-        "tokens": tokens,
-        "max_abs_diff": worst,
-        "mean_abs_diff": total / max(tokens, 1),
+        "tokens": len(every),
+        "max_abs_diff": float(every.max(initial=0.0)),
+        "mean_abs_diff": float(every.sum()) / max(len(every), 1),
     }
 
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headrace.engine.config import NativeEngineConfig
 
 if TYPE_CHECKING:
-    from headrace.models import CausalLM
+    from headrace.models import CausalLM, Ops
 
 
 class KeptVersions:
     """Loads a version when it is asked for, in the type the engine served it in.
 
-    On the CPU; an engine that was exact is replayed exactly, on the kind of device it had.
+    On the CPU; an engine that was exact is replayed exactly, on the kind of device it had. What an engine computed
+    in FP8 is computed so by definition.
     """
 
     def __init__(self, model_folder: Path, versions: Path, engine: NativeEngineConfig):
@@ -32,7 +33,7 @@ class KeptVersions:
         import torch
         from safetensors.torch import load_file
 
-        from headrace.models import ExactOps, load_model
+        from headrace.models import load_model
 
         exact = self._engine.numerics == "exact"
         had_cuda = exact and self._engine.device != "cpu" and torch.cuda.is_available()
@@ -40,7 +41,20 @@ class KeptVersions:
             self._model_folder,
             dtype=getattr(torch, self._engine.dtype),
             device="cuda" if had_cuda else "cpu",
-            ops=ExactOps() if exact else None,
+            ops=replay_ops(self._engine),
         )
         model.load_state_dict(load_file(self._files[number]))
         return model
+
+
+def replay_ops(engine: NativeEngineConfig) -> Ops | None:
+    """What a model that replays this engine's turns computes with; None: as a model does by itself."""
+    from headrace.models import ExactOps, Fp8Ops, quantize_together
+
+    if engine.numerics == "exact":
+        return ExactOps()
+    kv, weights = engine.kv_dtype == "fp8", engine.weight_dtype == "fp8"
+    if not (kv or weights):
+        return None
+    # A version's weights never change, so each is quantised once.
+    return Fp8Ops(cache(quantize_together) if weights else None, kv=kv)

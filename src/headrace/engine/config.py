@@ -17,6 +17,12 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """Where it runs. `auto` takes CUDA when there is one."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of its weights and KV cache."""
+    kv_dtype: Literal["same", "fp8"] = "same"
+    """`fp8`: keys and values are kept in 8 bits (E4M3, no scales), so that the cache holds twice the tokens of
+    bfloat16. On CUDA for cards of compute capability 8.9 or above; on the CPU emulated."""
+    weight_dtype: Literal["same", "fp8"] = "same"
+    """`fp8`: the layers' projections compute in 8 bits (E4M3) with a scale for each row of a weight and for each
+    token, from a copy that is made anew at every swap. On CUDA as `kv_dtype`; on the CPU emulated."""
     max_running: Annotated[int, Meta(ge=1)] = 256
     """Sequences decoded together."""
     max_context: Annotated[int, Meta(ge=2)] = 2048
@@ -48,6 +54,13 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
                 f"{self.cache_tokens} < {self.max_context}",
                 "raise engine.cache_tokens or lower engine.max_context",
             )
+        for key in ("kv_dtype", "weight_dtype"):
+            if self.numerics == "exact" and getattr(self, key) == "fp8":
+                raise ConfigError(
+                    f'engine.numerics = "exact" needs engine.{key} = "same"',
+                    "fp8",
+                    f'leave engine.{key} out, or set engine.numerics = "fast"',
+                )
 
 
 EngineConfig = NativeEngineConfig

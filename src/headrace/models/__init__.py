@@ -7,6 +7,8 @@
     fused.py                    the same over Triton kernels, for inference
     exact.py, exact_*.py        the same with the same bits in training and in the engine
     attention.py                what a token attends to: packed sequences, or one with a kept cache
+    quantized.py                FP8: rows with a scale each, and the operations by definition
+    quantized_fused.py          the same on CUDA
     paged.py                    attention over pages by the Triton kernels
     joined.py                   weights side by side in memory
     rope.py, transformer.py     the model itself, over those operations
@@ -28,10 +30,12 @@ if TYPE_CHECKING:
     from headrace.models.folder import check_folder
     from headrace.models.fused import FusedOps
     from headrace.models.io import load_model, random_model, save_model
-    from headrace.models.joined import join, joined_names
+    from headrace.models.joined import join, joined_names, side_by_side
     from headrace.models.logprobs import Support, token_logprobs
     from headrace.models.ops import Ops, ReferenceOps, Rotation
     from headrace.models.paged import PagedContext
+    from headrace.models.quantized import Fp8Ops, QuantizedRows, quantize_rows, quantize_together, to_float8
+    from headrace.models.quantized_fused import FusedFp8Ops
     from headrace.models.rope_config import RopeConfig
     from headrace.models.shapes import parameter_count, parameter_shapes
     from headrace.models.transformer import CausalLM
@@ -46,9 +50,16 @@ _HOME = {
     "ExactOps": "exact",
     "InvariantContext": "exact_paged",
     "check_folder": "folder",
+    "Fp8Ops": "quantized",
+    "FusedFp8Ops": "quantized_fused",
     "FusedOps": "fused",
+    "QuantizedRows": "quantized",
+    "quantize_rows": "quantized",
+    "quantize_together": "quantized",
+    "to_float8": "quantized",
     "join": "joined",
     "joined_names": "joined",
+    "side_by_side": "joined",
     "load_model": "io",
     "random_model": "io",
     "save_model": "io",
@@ -69,12 +80,15 @@ __all__ = [
     "CachedContext",
     "CausalLM",
     "ExactOps",
+    "Fp8Ops",
+    "FusedFp8Ops",
     "FusedOps",
     "InvariantContext",
     "ModelConfig",
     "Ops",
     "PackedContext",
     "PagedContext",
+    "QuantizedRows",
     "ReferenceOps",
     "RopeConfig",
     "Rotation",
@@ -85,8 +99,12 @@ __all__ = [
     "load_model",
     "parameter_count",
     "parameter_shapes",
+    "quantize_rows",
+    "quantize_together",
     "random_model",
     "save_model",
+    "side_by_side",
+    "to_float8",
     "token_logprobs",
 ]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import attention as kernels
+from headrace.models.quantized import FLOAT8, to_float8
 
 
 class PagedContext:
@@ -43,7 +44,12 @@ class PagedContext:
         keep = self.rows >= 0
         rows = self.rows[keep].long()
         for cache, new_tgd in zip(self._layer(layer), (k_tgd, v_tgd), strict=True):
-            cache.flatten(1, 2)[:, rows] = new_tgd[keep].transpose(0, 1).to(cache.dtype)
+            new_gtd = new_tgd[keep].transpose(0, 1)
+            if cache.dtype == FLOAT8:
+                # Indexed writes are not implemented for float8: they move bytes.
+                cache.flatten(1, 2).view(torch.uint8)[:, rows] = to_float8(new_gtd).view(torch.uint8)
+            else:
+                cache.flatten(1, 2)[:, rows] = new_gtd.to(cache.dtype)
         return self.attend_cached(layer, q_thd)
 
     def attend_cached(self, layer: int, q_thd: Tensor) -> Tensor:
@@ -59,7 +65,8 @@ class PagedContext:
     def _single_tile(self, heads: int, groups: int) -> kernels.Tile:
         if self._invariant:
             return kernels.INVARIANT
-        if len(self._single) * groups < kernels.MANY:
+        # Those that sequences may be split into beyond one each are mostly empty.
+        if (len(self._single) - len(self._merges)) * groups < kernels.MANY:
             return kernels.DECODE
         return kernels.DECODE_MANY_WIDE if heads // groups >= kernels.WIDE else kernels.DECODE_MANY
 

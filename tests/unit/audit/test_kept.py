@@ -2,12 +2,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
 from headrace.audit.kept import KeptVersions
 from headrace.engine.config import NativeEngineConfig
-from headrace.models import ExactOps, ModelConfig, ReferenceOps, random_model, save_model
+from headrace.models import (
+    CausalLM,
+    ExactOps,
+    Fp8Ops,
+    ModelConfig,
+    PackedContext,
+    ReferenceOps,
+    quantize_together,
+    random_model,
+    save_model,
+)
 
 MODEL = ModelConfig(
     family="llama",
@@ -34,6 +45,25 @@ def test_a_kept_version_has_its_weights_in_the_engine_s_type(tmp_path: Path) -> 
     model = versions.model(3)
     assert type(model.ops) is ReferenceOps
     assert torch.equal(model.head_weight, random_model(MODEL, 3).head_weight.bfloat16())
+
+
+@pytest.mark.parametrize("kv", ["same", "fp8"])
+@pytest.mark.parametrize("weights", ["same", "fp8"])
+def test_versions_of_an_fp8_engine_compute_by_its_definition(tmp_path: Path, kv: str, weights: str) -> None:
+    engine = NativeEngineConfig(kv_dtype=kv, weight_dtype=weights)
+    found = hidden_of(kept(tmp_path, engine).model(3))
+    model = random_model(MODEL, 3)
+    if "fp8" in (kv, weights):
+        model.use(Fp8Ops(quantize_together if weights == "fp8" else None, kv=kv == "fp8"))
+    assert torch.equal(found, hidden_of(model))
+    assert torch.equal(found, hidden_of(random_model(MODEL, 3))) == (kv == weights == "same")
+
+
+@torch.no_grad()
+def hidden_of(model: CausalLM) -> torch.Tensor:
+    packed = PackedContext([9])
+    hidden: torch.Tensor = model(torch.arange(9), packed.positions, packed)
+    return hidden
 
 
 def test_versions_of_an_exact_engine_compute_exactly(tmp_path: Path) -> None:

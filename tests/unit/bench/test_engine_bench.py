@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from headrace.bench import hardware
-from headrace.bench.engine import agreement, mix, run, swap
+from headrace.bench.engine import agreement, fp8, mix, run, swap
 from headrace.bench.engine.ideal import Sized, StepModel, ideal_decode_s
 from headrace.bench.engine.limit import kv_bytes, limit_s, weight_bytes
 from headrace.bench.engine.peers import Job
@@ -159,8 +159,44 @@ def test_log_probs_are_compared_at_an_entropy_within_bounds_and_a_changed_weight
     assert np.abs(sampled - other).mean() > 1
 
 
+def test_an_8b_step_in_fp8_reads_the_bytes_computed_by_hand() -> None:
+    layer = 4096 * 4096 + 2 * 1024 * 4096 + 4096 * 4096 + 3 * 4096 * 12288
+    scales = 4 * (4096 + 2 * 1024 + 4096 + 2 * 12288 + 4096)
+    shape, tokens = SHAPES["8b"], 1000
+    whole = weight_bytes(shape) + kv_bytes(shape, tokens)
+    assert fp8.step_bytes(shape, tokens) == whole
+    assert fp8.step_bytes(shape, tokens, kv_dtype="fp8") == whole - 147_456_000 / 2
+    assert fp8.step_bytes(shape, tokens, weight_dtype="fp8") == whole - 36 * (layer - scales)
+
+
+@pytest.fixture(scope="module")
+def measured_fp8() -> dict:
+    return run(parts="fp8", shapes="tiny")
+
+
+def test_fp8_is_set_beside_the_plain_step_and_its_own_limit(measured_fp8: dict) -> None:
+    plain, *rows = [row for row in measured_fp8["rows"] if row["part"] == "fp8"]
+    assert [row["kind"] for row in rows] == ["fp8_kv", "fp8_weights", "fp8_both"]
+    assert [row["limit_ms"] < plain["limit_ms"] for row in rows] == [True] * 3
+    for row in rows:
+        speedup = plain["ms_per_step"] / row["ms_per_step"]
+        assert measured_fp8["figures"][f"{row['kind']}_speedup_tiny"] == row["speedup"] == pytest.approx(speedup)
+        assert row["limit_frac"] == pytest.approx(row["limit_ms"] / row["ms_per_step"])
+
+
+def test_one_trained_model_is_asked_under_every_kind_of_fp8(measured_fp8: dict) -> None:
+    rows = [row for row in measured_fp8["rows"] if row["part"] == "agreement"]
+    assert [row["numerics"] for row in rows] == ["fp8_kv", "fp8_weights", "fp8_both"]
+    for row in rows:
+        assert row["tokens"] == 8 * 32
+        # Far more than bfloat16's rounding, far less than another model's.
+        assert 1e-4 < row["mean_diff"] < 0.1
+        assert measured_fp8["figures"][f"{row['numerics']}_logprob_mean_diff_tiny"] == row["mean_diff"]
+        assert measured_fp8["figures"][f"{row['numerics']}_logprob_max_diff_tiny"] == row["max_diff"]
+
+
 def test_parts_and_shapes_that_are_unknown_are_refused() -> None:
-    with pytest.raises(ConfigError, match="known: decode, mix, swap, peers, agreement"):
+    with pytest.raises(ConfigError, match="known: decode, mix, swap, peers, agreement, fp8"):
         run(parts="speed", shapes="tiny")
     with pytest.raises(ConfigError, match=r"known: 0\.6b, 8b, 32b, tiny"):
         run(parts="decode", shapes="7b")

@@ -24,8 +24,8 @@ def make_engine(**options):
     return engine_builders.make_engine(device="cuda" if torch.cuda.is_available() else "cpu", **options)
 
 
-def fused_runner(model, weights, kv, slots, config):
-    return graphs.GraphRunner(model, weights, kv, slots, config)
+def fused_runner(model, weights, kv, slots, config, *, quantized):
+    return graphs.GraphRunner(model, weights, kv, slots, config, quantized=quantized)
 
 
 @pytest.fixture
@@ -68,6 +68,20 @@ def test_tokens_carry_the_version_whose_weights_sampled_them(fused, kv):
     turns = drive(engine, requests(6, seed=5, group=2, tokens=(10, 14)), between)
     assert {int(v) for turn in turns.values() for v in turn.versions} == {0, 1, 2}
     assert worst_replay(turns) < 1e-4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there they need bfloat16: tests/gpu/test_fp8.py")
+def test_both_runners_agree_on_fp8_projections(monkeypatch):
+    reference, fused = make_both(monkeypatch, config={"prefill_tokens": 16, "weight_dtype": "fp8"})
+    wanted = requests(6, seed=5, group=2, tokens=(10, 14))
+
+    def turns_of(engine):
+        return drive(engine, wanted, lambda step: publish(engine, 1, "keep") if step == 5 else None)
+
+    expected, turns = turns_of(reference), turns_of(fused)
+    for id, turn in turns.items():
+        assert turn.tokens.tolist() == expected[id].tokens.tolist()
+        assert np.abs(turn.logprobs - expected[id].logprobs).max() < 1e-4
 
 
 def test_a_stop_token_ends_a_turn_although_another_step_was_begun(fused):

@@ -8,6 +8,7 @@
     swap.py        pauses and throughput under new weights
     peers.py       transformers on the same weights, in processes of their own
     agreement.py   log-probs beside the trainer's; what exactness costs
+    fp8.py         what FP8 gains in speed and costs in log-probs
 
 Each part can be run alone: `--set parts=decode --set shapes=8b`. On a CPU: `--set shapes=tiny`.
 """
@@ -18,11 +19,11 @@ from dataclasses import replace
 from typing import Any
 
 from headrace.bench import result
-from headrace.bench.engine import agreement, decode, drive, limit, mix, peers, swap
+from headrace.bench.engine import agreement, decode, drive, fp8, limit, mix, peers, swap
 from headrace.errors import ConfigError
 
-PARTS = ("decode", "mix", "swap", "peers", "agreement")
-HOME = {"mix": "8b", "swap": "8b", "peers": "0.6b", "agreement": "0.6b"}
+PARTS = ("decode", "mix", "swap", "peers", "agreement", "fp8")
+HOME = {"mix": "8b", "swap": "8b", "peers": "0.6b", "agreement": "0.6b", "fp8": "8b"}
 """The shape of a part that is measured on one: if it is not among those selected, the first of them is taken.
 Figures of that shape may leave its name out; those of another carry theirs."""
 NUMERICS = ("fast", "exact")
@@ -62,7 +63,7 @@ def run(
         drive.free_memory()
 
     bandwidth = None
-    if "decode" in wanted or "agreement" in wanted:
+    if {"decode", "agreement", "fp8"} & set(wanted):
         bandwidth = limit.read_bandwidth(place)
         drive.free_memory()
     timing = {**common, "steps": steps, "bandwidth": bandwidth}
@@ -84,12 +85,21 @@ def run(
         ours = fast[shape]["tok_s"] if shape in fast else None
         options: dict[str, Any] = {"modes": modes, "tokens": peer_tokens, "limit_s": peer_limit_s}
         keep("peers", shape, peers.measure(shape, place, ours_tok_s=ours, **options, **common))
-    if "agreement" in wanted:
-        shape = _shape_of("agreement", chosen)
-        sample = agreement.TINY if shape == "tiny" else agreement.Sample()
+    if "fp8" in wanted:
+        shape = _shape_of("fp8", chosen)
+        keep("fp8", shape, fp8.measure(shape, place, plain=fast.get(shape), **timing))
+    shape = _shape_of("agreement", chosen)
+    sample = agreement.TINY if shape == "tiny" else agreement.Sample()
+    if ("agreement" in wanted and "fast" in precisions) or "fp8" in wanted:
         lesson = agreement.TINY_LESSON if shape == "tiny" else agreement.Lesson()
-        if "fast" in precisions:
-            keep("agreement", shape, agreement.measure_trained(shape, place, sample, lesson, **common))
+        taught = agreement.teach(shape, place, sample, lesson, seed)
+        if "agreement" in wanted and "fast" in precisions:
+            keep("agreement", shape, agreement.ask(taught, place, **common))
+        for name, settings in fp8.KINDS.items() if "fp8" in wanted else ():
+            keep("agreement", shape, agreement.ask(taught, place, name, **settings, **common))
+        del taught
+        drive.free_memory()
+    if "agreement" in wanted:
         for kind in precisions:
             keep("agreement", shape, agreement.measure(shape, place, sample, numerics=kind, **common))
         slowed = dict.fromkeys([shape, "8b"] if "8b" in chosen else [shape]) if "exact" in precisions else {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,13 +88,29 @@ def measure(
     return [drive.kept(row)], figures
 
 
-def measure_trained(
-    shape: str, device: torch.device, size: Sample, lesson: Lesson, *, seed: int = 0, **settings: Any
-) -> tuple[list[dict[str, Any]], dict[str, float]]:
-    """(rows, figures): as `measure`, fast, for a model trained here."""
-    drive.say(f"agreement {shape}, fast: training a model to ask …")
+class Taught(NamedTuple):
+    """A model trained here, and what it is asked."""
+
+    shape: str
+    trainer: CausalLM
+    prompts: list[np.ndarray]
+    size: Sample
+
+
+def teach(shape: str, device: torch.device, size: Sample, lesson: Lesson, seed: int = 0) -> Taught:
+    drive.say(f"agreement {shape}: training a model to ask …")
     language = Language(lesson, config_of(shape).vocab_size, device, seed)
     trainer, loss = train(shape, device, language, seed)
+    drive.say(f"trained to {loss:.2f} nats a word; the language has {language.entropy:.2f}")
+    prompts = list(language.speak(size.prompts, size.prompt_tokens).cpu().numpy().astype(np.int32))
+    return Taught(shape, trainer, prompts, size)
+
+
+def ask(
+    taught: Taught, device: torch.device, name: str = "bf16", *, seed: int = 0, **settings: Any
+) -> tuple[list[dict[str, Any]], dict[str, float]]:
+    """(rows, figures): as `measure`, fast, for a trained model; `name` is that of the engine's settings."""
+    shape, trainer, prompts, size = taught
     longest = size.prompt_tokens + size.tokens
     engine = drive.make_engine(
         shape,
@@ -107,7 +123,6 @@ def measure_trained(
     )
     copy_into_standby(engine, dict(trainer.named_parameters()))
     engine.swap(engine.version + 1, "keep")
-    prompts = list(language.speak(size.prompts, size.prompt_tokens).cpu().numpy().astype(np.int32))
     drive.add(engine, prompts, [size.tokens] * len(prompts))
     turns: list[Turn] = []
     while engine.has_work:
@@ -118,17 +133,16 @@ def measure_trained(
         "part": "agreement",
         "shape": shape,
         "model": "trained",
-        "numerics": "fast",
+        "numerics": "fast" if name == "bf16" else name,
         "tokens": len(apart),
         "entropy_nats": entropy,
         "mean_diff": float(apart.mean()),
         "max_diff": float(apart.max()),
         "unequal_bits": int((apart != 0).sum()),
     }
-    drive.say(f"trained to {loss:.2f} nats a word; the language has {language.entropy:.2f}")
     return [drive.kept(row)], {
-        "bf16_logprob_mean_diff": row["mean_diff"],
-        "bf16_logprob_max_diff": row["max_diff"],
+        f"{name}_logprob_mean_diff": row["mean_diff"],
+        f"{name}_logprob_max_diff": row["max_diff"],
     }
 
 
@@ -160,10 +174,10 @@ def train(shape: str, device: torch.device, language: Language, seed: int) -> tu
     """(a model that has learnt the language, its last loss)."""
     lesson = language.lesson
     model = random_weights(config_of(shape), device, seed).requires_grad_(True)
-    # Otherwise random layers drown the word itself, and nothing but the words' frequencies is learnt for long.
+    # Random layers would drown the word itself, and nothing but the words' frequencies is learnt for long.
     for name, weight in model.named_parameters():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
-            weight.data.mul_(1 / math.sqrt(2 * config_of(shape).num_layers))
+            weight.data.zero_()
     optimizer = torch.optim.AdamW(model.parameters(), lr=lesson.learning_rate, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / lesson.warmup))
     packed = PackedContext([lesson.length] * lesson.sequences, device)

@@ -12,6 +12,7 @@ pages.py        which page of the KV cache belongs to whom
 tree.py         beginnings of sequences that are kept for others
 plan.py         what a step does, as data; what a runner is
 weights.py      live and standby parameters
+quantized.py    the projections in FP8, beside the live ones
 kv.py           the cache's tensors
 memory.py       memory that can be given back and had again at the same addresses
 

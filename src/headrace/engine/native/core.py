@@ -33,6 +33,7 @@ from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.pages import pages_for
 from headrace.engine.native.plan import Plan, Runner, Running
+from headrace.engine.native.quantized import QuantizedWeights, check_fp8
 from headrace.engine.native.requests import (
     Sequence,
     Shared,
@@ -84,6 +85,7 @@ class NativeEngine:
                 config.max_context,
                 "lower engine.max_context",
             )
+        check_fp8(config, model.config, model.head_weight.dtype, model.head_weight.device)
         self.version = version
         self.name = name
         self.tokens_sampled = 0
@@ -98,13 +100,17 @@ class NativeEngine:
         self._eos = eos_tokens
         self._decode = decode
         self._weights = Weights(model)
+        fused = config.kernels == "fused" and self._weights.device.type == "cuda"
+        self._quantized = QuantizedWeights(model, fused=fused) if config.weight_dtype == "fp8" else None
         reserve = self._weights.set_bytes if config.standby else 0
         self._kv = KvCache.sized(model.config, config, self._weights.dtype, self._weights.device, reserve)
         self._scheduler = Scheduler(
             self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
         )
         self._slots = self._scheduler.slots
-        self._runner: Runner = open_runner(model, self._weights, self._kv, self._slots, config)
+        self._runner: Runner = open_runner(
+            model, self._weights, self._kv, self._slots, config, quantized=self._quantized
+        )
         self._under_way: deque[_Step] = deque()
         self._broken: HeadraceError | None = None
         self._ended: Ended = []
@@ -283,6 +289,8 @@ class NativeEngine:
             if self.must_drain(interrupt):
                 raise SyncError("swap", self.name, "requests run that must end first (drain)")
             self._weights.flip() if only is None else self._weights.take(only)
+            if self._quantized is not None:
+                self._quantized.refresh(only)
             self.version = version
             self._scheduler.forget_beginnings()
             begun, ended = self._begun(), len(self._ended)
@@ -336,6 +344,8 @@ class NativeEngine:
             self._scheduler.lose_everything()
             self.asleep = True
             self._kv.release()
+            if self._quantized is not None:
+                self._quantized.release()
             self._weights.release(keep_weights)
         torch.cuda.empty_cache()
 
@@ -349,6 +359,8 @@ class NativeEngine:
             )
         with self._exclusive("an engine was woken within a swap"), self._runner.scope():
             self._weights.restore()
+            if self._quantized is not None:
+                self._quantized.restore()
             self._kv.restore()
             self.asleep = False
 

@@ -24,6 +24,7 @@ from headrace import models
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.plan import Outcome, Plan
+from headrace.engine.native.quantized import QuantizedWeights
 from headrace.engine.native.sampling import Sampled, uniforms
 from headrace.engine.native.slots import Slots
 from headrace.engine.native.staging import Copied, Layout, Staging
@@ -83,11 +84,18 @@ class GraphRunner:
     ahead = AHEAD
 
     def __init__(
-        self, model: CausalLM, weights: Weights, kv: KvCache, slots: Slots, config: NativeEngineConfig
+        self,
+        model: CausalLM,
+        weights: Weights,
+        kv: KvCache,
+        slots: Slots,
+        config: NativeEngineConfig,
+        *,
+        quantized: QuantizedWeights | None = None,
     ) -> None:
         self._weights, self._kv, self._slots = weights, kv, slots
         self._device, self._cuda = kv.device, kv.device.type == "cuda"
-        self._model = model.use(models.ExactOps() if config.numerics == "exact" else models.FusedOps())
+        self._model = model.use(_ops(config, quantized))
         self._model.model.rotary.know(config.max_context, weights.dtype, kv.device)
         self._exact = config.numerics == "exact"
         per_group = model.config.num_heads // model.config.num_kv_heads
@@ -228,13 +236,18 @@ class GraphRunner:
             idle[name].fill_(-1)
         idle["temperature"].fill_(1.0)
         idle["top_p"].fill_(1.0)
-        self._forward(shape, truncating)
+        with self._tuning():
+            self._forward(shape, truncating)
         graph = torch.cuda.CUDAGraph()
         # Another thread may be copying weights meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             _, outputs = self._forward(shape, truncating)
         self._staging.device_block.copy_(sent)
         return _Captured(graph, outputs)
+
+    def _tuning(self) -> AbstractContextManager[Any]:
+        ops = self._model.ops
+        return ops.tuning() if isinstance(ops, models.FusedOps) else nullcontext()
 
     # ── Numbers ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -352,6 +365,12 @@ class GraphRunner:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+def _ops(config: NativeEngineConfig, quantized: QuantizedWeights | None) -> models.Ops:
+    if config.numerics == "exact":
+        return models.ExactOps()
+    return models.FusedOps() if quantized is None else models.FusedFp8Ops(quantized.rows_of)
 
 
 def buckets(most: int) -> list[int]:

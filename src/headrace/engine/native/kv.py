@@ -15,37 +15,50 @@ from torch import Tensor
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native.memory import Block
 from headrace.engine.native.pages import pages_for
-from headrace.models import ModelConfig
+from headrace.models import ModelConfig, to_float8
 
 DEFAULT_CACHE_BYTES = 2**30
 CUDA_CACHE_SHARE = 0.8
 """Of the memory that is free once the weights are there."""
 DEFAULT_PAGE_SIZE = {"cpu": 16, "cuda": 64}
+FLOAT8 = torch.float8_e4m3fn
 
 
 class KvCache:
     """Keys and values of every layer, (G, N, S, D) each: a head's page is one contiguous block.
 
-    The last page belongs to nobody: what is not to be kept is written there.
+    The last page belongs to nobody: what is not to be kept is written there. `dtype` is that of what is written and
+    gathered; a cache that stores float8 rounds the one and widens the other.
     """
 
-    def __init__(self, model: ModelConfig, pages: int, page_size: int, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self,
+        model: ModelConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        stored: torch.dtype | None = None,
+    ):
         self.pages, self.page_size = pages, page_size
         self.heads, self.dim = model.num_kv_heads, model.head_dim
         self.dtype, self.device = dtype, device
+        self.stored = stored or dtype
         shape = (model.num_layers, 2, self.heads, pages + 1, page_size, self.dim)
-        self._block = Block(math.prod(shape) * dtype.itemsize, device)
+        self._block = Block(math.prod(shape) * self.stored.itemsize, device)
         self.restore()
-        self._data = self._block.bytes.view(dtype).view(shape)
-        self._pages = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._data]
-        self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._data]
+        self._data = self._block.bytes.view(self.stored).view(shape)
+        # Indexed copies are not implemented for float8: they move bytes.
+        self._raw = self._data.view(torch.uint8) if self.stored == FLOAT8 else self._data
+        self._pages = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._raw]
+        self._rows = [(layer[0].flatten(0, 2), layer[1].flatten(0, 2)) for layer in self._raw]
         self._head_page = np.arange(self.heads)[:, None] * (pages + 1)
         self._head_row = self._head_page * page_size
         self._work = self._no_work()
 
     @staticmethod
-    def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
-        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    def bytes_per_token(model: ModelConfig, stored: torch.dtype) -> int:
+        return 2 * model.num_layers * model.num_kv_heads * model.head_dim * stored.itemsize
 
     @classmethod
     def sized(
@@ -58,14 +71,15 @@ class KvCache:
     ) -> KvCache:
         """As the configuration says, or room for all sequences as far as memory goes beyond `reserve` bytes."""
         page_size = config.page_size or DEFAULT_PAGE_SIZE[device.type]
+        stored = FLOAT8 if config.kv_dtype == "fp8" else dtype
         tokens = config.cache_tokens
         if tokens is None:
             spare = DEFAULT_CACHE_BYTES
             if device.type == "cuda":
                 spare = int(max(0, torch.cuda.mem_get_info(device)[0] - reserve) * CUDA_CACHE_SHARE)
-            affordable = spare // cls.bytes_per_token(model, dtype)
+            affordable = spare // cls.bytes_per_token(model, stored)
             tokens = max(config.max_context, min(config.max_running * config.max_context, affordable))
-        return cls(model, pages_for(tokens, page_size), page_size, dtype, device)
+        return cls(model, pages_for(tokens, page_size), page_size, dtype, device, stored)
 
     def release(self) -> None:
         """Give the memory back; what it held is lost. Nothing reads or writes the cache until `restore`."""
@@ -81,12 +95,12 @@ class KvCache:
                 self._block.bytes.zero_()
 
     def layer(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(keys, values), (G, N, S, D) each."""
+        """(keys, values), (G, N, S, D) each, as stored."""
         return self._data[layer][0], self._data[layer][1]
 
     @property
     def page_bytes(self) -> int:
-        """Of one layer's keys, all heads."""
+        """Of one layer's keys, all heads, once gathered."""
         return self.heads * self.page_size * self.dim * self.dtype.itemsize
 
     def row_index(self, pages_t: np.ndarray, positions_t: np.ndarray, keep_t: np.ndarray | None = None) -> Tensor:
@@ -105,8 +119,8 @@ class KvCache:
 
     def write(self, layer: int, rows: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> None:
         keys, values = self._rows[layer]
-        keys.index_copy_(0, rows, k_tgd.transpose(0, 1).reshape(-1, self.dim))
-        values.index_copy_(0, rows, v_tgd.transpose(0, 1).reshape(-1, self.dim))
+        keys.index_copy_(0, rows, self._to_store(k_tgd.transpose(0, 1).reshape(-1, self.dim)))
+        values.index_copy_(0, rows, self._to_store(v_tgd.transpose(0, 1).reshape(-1, self.dim)))
 
     def gather_keys(self, layer: int, index: Tensor, sequences: int) -> Tensor:
         """(G, B, L, D), valid until the next gathering of keys."""
@@ -117,8 +131,11 @@ class KvCache:
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
         """Copy whole pages, all layers. Every source is read before any target is written."""
-        read = self._data.index_select(3, torch.tensor(sources, device=self.device))
-        self._data.index_copy_(3, torch.tensor(targets, device=self.device), read)
+        read = self._raw.index_select(3, torch.tensor(sources, device=self.device))
+        self._raw.index_copy_(3, torch.tensor(targets, device=self.device), read)
+
+    def _to_store(self, x: Tensor) -> Tensor:
+        return to_float8(x).view(torch.uint8) if self.stored == FLOAT8 else x
 
     def _gather(self, pages: Tensor, index: Tensor, sequences: int, work: int) -> Tensor:
         # Buffers kept between calls: fresh ones of megabytes come from mmap, and faulting them in costs
@@ -127,7 +144,11 @@ class KvCache:
         if self._work[work].numel() < wanted:
             self._work[work] = torch.empty(wanted, dtype=self.dtype, device=self.device)
         out = self._work[work][:wanted].view(-1, self.page_size, self.dim)
-        return torch.index_select(pages, 0, index, out=out).view(self.heads, sequences, -1, self.dim)
+        if self.stored == FLOAT8:
+            out.copy_(pages.index_select(0, index).view(FLOAT8))
+        else:
+            torch.index_select(pages, 0, index, out=out)
+        return out.view(self.heads, sequences, -1, self.dim)
 
     def _no_work(self) -> list[Tensor]:
         return [torch.empty(0, dtype=self.dtype, device=self.device) for _ in range(2)]
