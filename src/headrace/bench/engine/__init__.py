@@ -4,6 +4,7 @@
     drive.py       an engine filled, stepped and emptied
     limit.py       measured bandwidth; the bytes a step must read
     decode.py      decode steps beside that limit
+    power.py       what the card draws meanwhile
     mix.py         a mix of requests beside the ideal of ideal.py; what shared prompts save
     swap.py        pauses and throughput under new weights
     peers.py       transformers on the same weights, in processes of their own

@@ -10,6 +10,7 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.limit import limit_s, read_bandwidth
+from headrace.bench.engine.power import Meter
 from headrace.bench.engine.shapes import config_of
 from headrace.engine.native import NativeEngine
 
@@ -69,7 +70,7 @@ def measure(
     rows = []
     for point in points:
         drive.say(f"decode {shape} {point} …")
-        seconds, context = time_point(engine, rng, config_of(shape).vocab_size, point, steps)
+        seconds, context, drawn = time_point(engine, device, rng, config_of(shape).vocab_size, point, steps)
         limit = limit_s(config_of(shape), point.sequences, context, bandwidth)
         row = {
             "part": "decode",
@@ -81,23 +82,27 @@ def measure(
             "limit_ms": 1e3 * limit,
             "limit_frac": limit / seconds,
             "bandwidth_gb_s": bandwidth / 1e9,
+            **drawn,
         }
         rows.append(drive.kept(row))
     return rows
 
 
 def time_point(
-    engine: NativeEngine, rng: np.random.Generator, vocabulary: int, point: Point, steps: int
-) -> tuple[float, float]:
-    """(seconds of a step, mean context over the timed steps). Leaves the engine empty."""
+    engine: NativeEngine, device: torch.device, rng: np.random.Generator, vocabulary: int, point: Point, steps: int
+) -> tuple[float, float, dict[str, float]]:
+    """(seconds of a step, mean context over the timed steps, what `Meter` read). Leaves the engine empty."""
     start = point.context - steps / 2
     prompt = max(1, round(start) - drive.WARMUP_STEPS - SHORTER)
     before = engine.tokens_sampled
     prompts = drive.random_prompts(rng, vocabulary, point.sequences, prompt)
     ids = drive.fill(engine, prompts, drive.FILL_STEPS + drive.WARMUP_STEPS + SHORTER + steps)
     sampled = (engine.tokens_sampled - before) / point.sequences
-    seconds = drive.seconds_per_step(engine, steps, max(drive.WARMUP_STEPS, round(start - prompt - sampled)))
-    return seconds, drive.cut(engine, ids) - (steps - 1) / 2
+    drive.seconds_per_step(engine, max(drive.WARMUP_STEPS, round(start - prompt - sampled)), warmup=0)
+    meter = Meter(device)
+    seconds = drive.seconds_per_step(engine, steps, warmup=0)
+    drawn = meter.read()
+    return seconds, drive.cut(engine, ids) - (steps - 1) / 2, drawn
 
 
 def figures(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
