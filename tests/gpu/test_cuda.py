@@ -10,29 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpu_builders import SMALL, publish
 
 from headrace.audit.recompute import replay_logprobs
 from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
-from headrace.models import ModelConfig, random_model
+from headrace.models import random_model
 from headrace.records import WeightVersion
 from headrace.sync import check_manifest, open_channel, open_receiver, open_sender, verify
 
 pytestmark = pytest.mark.gpu
 
-MODEL = ModelConfig(
-    family="qwen3",
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    qk_norm=True,
-    initializer_range=0.15,
-)
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -40,9 +29,9 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
 def test_log_probs_sampled_on_the_gpu_replay_there_through_swaps(dtype, mean, most, kv):
     kind = getattr(torch, dtype)
-    models = {number: random_model(MODEL, number, dtype=kind, device="cuda") for number in range(4)}
+    models = {number: random_model(SMALL, number, dtype=kind, device="cuda") for number in range(4)}
     config = NativeEngineConfig(device="cuda", dtype=dtype, max_context=96, max_running=64)
-    engine = NativeEngine(random_model(MODEL, 0, dtype=kind, device="cuda"), config, version=0)
+    engine = NativeEngine(random_model(SMALL, 0, dtype=kind, device="cuda"), config, version=0)
     dice, contexts, turns = np.random.default_rng(0), {}, {}
     for i in range(192):
         contexts[i] = dice.integers(0, 512, dice.integers(4, 24)).astype(np.int32)
@@ -52,9 +41,7 @@ def test_log_probs_sampled_on_the_gpu_replay_there_through_swaps(dtype, mean, mo
         turns.update(engine.step())
         steps += 1
         if steps % 40 == 0 and engine.version < 3:
-            for name, parameter in models[engine.version + 1].named_parameters():
-                engine.standby[name].copy_(parameter.detach())
-            engine.swap(engine.version + 1, kv)
+            publish(engine, engine.version + 1, models[engine.version + 1], kv)
     apart = np.concatenate(
         [abs(replay_logprobs(models.__getitem__, contexts[i], turn) - turn.logprobs) for i, turn in turns.items()]
     )
@@ -66,8 +53,8 @@ def test_log_probs_sampled_on_the_gpu_replay_there_through_swaps(dtype, mean, mo
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_reach_a_gpu_engines_standby_bit_for_bit(dtype):
     channel = open_channel("shared_memory", dtype)
-    sent = random_model(MODEL, 1, device="cuda")
-    standby = dict(random_model(MODEL, 2, dtype=getattr(torch, dtype), device="cuda").named_parameters())
+    sent = random_model(SMALL, 1, device="cuda")
+    standby = dict(random_model(SMALL, 2, dtype=getattr(torch, dtype), device="cuda").named_parameters())
     standby = {name: parameter.detach() for name, parameter in standby.items()}
     tensors = {name: parameter.detach() for name, parameter in sent.named_parameters()}
     manifest = open_sender(channel).send(WeightVersion(number=1, parent=0, step=1), tensors)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from engine_builders import drive
+from gpu_builders import publish
 
 from headrace.audit.recompute import replay_logprobs
 from headrace.engine.base import SampleRequest
@@ -75,27 +76,6 @@ def wanted(count: int) -> list[SampleRequest]:
         sampling, tokens = SAMPLINGS[id % len(SAMPLINGS)], int(rng.integers(40, 160))
         made.append(SampleRequest(id=id, context=context, max_tokens=tokens, seed=id, sampling=sampling))
     return made
-
-
-def drive(
-    engine: NativeEngine, requests: list[SampleRequest], between: Callable[[int], None] = lambda step: None
-) -> dict[int, Turn]:
-    for one in requests:
-        engine.add(one)
-    turns: dict[int, Turn] = {}
-    step = 0
-    while engine.has_work:
-        between(step)
-        turns.update(engine.step())
-        step += 1
-    return turns
-
-
-def publish(engine: NativeEngine, version: int, interrupt: Any) -> None:
-    for name, parameter in model_of(version).named_parameters():
-        engine.standby[name].copy_(parameter.detach())
-    torch.cuda.synchronize()
-    engine.swap(version, interrupt)
 
 
 @torch.no_grad()
@@ -167,7 +147,7 @@ def test_a_record_replays_through_a_swap_bit_for_bit(interrupt):
 
     def between(step: int) -> None:
         if step == 40:
-            publish(engine, 1, interrupt)
+            publish(engine, 1, model_of(1), interrupt)
 
     turns = list(drive(engine, wanted(30), between).values())
     assert {version for turn in turns for version in turn.versions.tolist()} == {0, 1}

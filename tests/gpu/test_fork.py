@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from engine_builders import finish
 
 from headrace.audit.recompute import replay_logprobs
 from headrace.engine.base import SampleRequest
@@ -45,8 +46,7 @@ def test_eight_forks_pass_only_their_new_tokens_and_copy_no_page(held):
         engine.add(SampleRequest(id=i, context=empty, max_tokens=NEW, seed=i, fork_of=0, fork_at=AT))
     if not held:
         engine.cancel(0)
-    while engine.has_work:
-        turns.update(engine.step())
+    turns |= finish(engine)
     # A step that was begun before the last one's outcome was known adds at most one token.
     assert engine.tokens_passed - passed <= WAYS * (NEW + 1)
     assert engine.pages_copied == copied

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from engine_builders import finish
+from gpu_builders import publish
 
 from headrace.audit.kept import replay_ops
 from headrace.audit.recompute import replay_logprobs
@@ -142,13 +144,6 @@ def add(engine: NativeEngine, count: int) -> None:
         engine.add(SampleRequest(id=i, context=context, max_tokens=60, seed=i))
 
 
-def publish(engine: NativeEngine, version: int, interrupt: Any = "keep") -> None:
-    for name, parameter in model_of(version).named_parameters():
-        engine.standby[name].copy_(parameter.detach())
-    torch.cuda.synchronize()
-    engine.swap(version, interrupt)
-
-
 def differences(turns: dict[int, Turn], kind: dict[str, Any]) -> np.ndarray:
     def models(version: int) -> CausalLM:
         return emulating(version, kind.get("kv_dtype", "same"), kind.get("weight_dtype", "same"))
@@ -177,7 +172,7 @@ def test_log_probs_sampled_by_graphs_replay_through_swaps(kind, interrupt, stand
         turns.update(engine.step())
         steps += 1
         if steps % 30 == 0 and engine.version < 3:
-            publish(engine, engine.version + 1, interrupt)
+            publish(engine, engine.version + 1, model_of(engine.version + 1), interrupt)
     assert {int(v) for turn in turns.values() for v in turn.versions} == {0, 1, 2, 3}
     assert sum(len(turn.tokens) for turn in turns.values()) == 128 * 60
     assert_replays(turns, kind)
@@ -191,9 +186,7 @@ def test_a_partial_swap_reaches_the_quantised_projections():
     torch.cuda.synchronize()
     engine.swap(1, only=names)
     add(engine, 32)
-    turns: dict[int, Turn] = {}
-    while engine.has_work:
-        turns.update(engine.step())
+    turns = finish(engine)
     model = model_of(0).use(Fp8Ops(quantize_together))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -213,11 +206,10 @@ def test_it_sleeps_wakes_and_goes_on_over_the_same_graphs(kind, keep_weights):
         if step in (15, 35):
             engine.sleep(keep_weights=keep_weights)
             if step == 35 or not keep_weights:
-                publish(engine, engine.version + 1)
+                publish(engine, engine.version + 1, model_of(engine.version + 1))
             engine.wake()
         turns.update(engine.step())
-    while engine.has_work:
-        turns.update(engine.step())
+    turns |= finish(engine)
     assert len(turns) == 64
     assert_replays(turns, kind)
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
-from pathlib import Path
 
 import pytest
+from pressure import Pressure
 
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig, random_model
-
-sys.path.append(str(Path(__file__).parent.parent / "unit" / "engine"))
-from pressure import Pressure
 
 pytestmark = pytest.mark.gpu
 

@@ -7,17 +7,18 @@ import math
 import numpy as np
 import pytest
 import torch
+from sampling_builders import ROUNDING, columns, parameters
 
 from headrace.engine.native.sampling import Parameters, keep, sample
-from headrace.kernels.logits import Sampler, SamplerInputs, block_stats, expand_support, pick, score, thresholds
+from headrace.kernels.logits import block_stats, pick, score
+from headrace.kernels.sampler import Sampler, SamplerInputs
+from headrace.kernels.truncation import expand_support, thresholds
 
 pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 VOCABULARY = 151_936
 DRAWS = 200_000
-# Of the cumulative sums, between the reference's order of adding and the kernels'.
-ROUNDING = 1e-6
 KINDS = {
     "temperature": (0.8, 0, 1.0, 0.0),
     "top_k": (1.0, 50, 1.0, 0.0),
@@ -25,16 +26,6 @@ KINDS = {
     "min_p": (1.0, 0, 1.0, 0.05),
     "all": (1.2, 1000, 0.9, 0.01),
 }
-
-
-def parameters(*rows: tuple[float, int, float, float]) -> Parameters:
-    temperature, top_k, top_p, min_p = zip(*rows, strict=True)
-    return Parameters(np.array(temperature, float), np.array(top_k), np.array(top_p, float), np.array(min_p, float))
-
-
-def columns(rows: Parameters) -> tuple[torch.Tensor, ...]:
-    kinds = (np.float32, np.int32, np.float32, np.float32)
-    return tuple(torch.from_numpy(c.astype(kind)).to(DEVICE) for c, kind in zip(rows, kinds, strict=True))
 
 
 def inputs(rows: Parameters, uniform: np.ndarray) -> SamplerInputs:

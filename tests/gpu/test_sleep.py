@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
+from engine_builders import all_free, finish
+from gpu_builders import SMALL
 
 from headrace.audit.recompute import replay_logprobs
 from headrace.engine.base import SampleRequest
@@ -25,18 +27,6 @@ pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 MIB = 2**20
-SMALL = ModelConfig(
-    family="qwen3",
-    vocab_size=512,
-    hidden_size=128,
-    intermediate_size=256,
-    num_layers=3,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=32,
-    qk_norm=True,
-    initializer_range=0.15,
-)
 # 100 MiB of weights and 8 KiB of cache a token, in bfloat16
 LARGER = ModelConfig(
     family="qwen3",
@@ -253,8 +243,7 @@ def test_log_probs_replay_and_nearly_all_tokens_are_those_of_an_undisturbed_run(
     same = [turn.tokens.tolist() == undisturbed[id].tokens.tolist() for id, turn in turns.items()]
     # Rounding differs between a token passed alone and in a chunk; where a draw falls on an edge it shows.
     assert np.mean(same) > 0.9
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_with_exact_numerics_a_nap_changes_no_bit():
@@ -308,8 +297,6 @@ def test_what_finds_no_memory_sleeps_on_until_there_is_some():
     assert engine.asleep
     del hog
     engine.wake()
-    turns = {}
-    while engine.has_work:
-        turns.update(engine.step())
+    turns = finish(engine)
     assert len(turns[0].tokens) == 20
     assert [event.cause for event in turns[0].lineage] == ["start", "sleep"]

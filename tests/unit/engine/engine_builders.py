@@ -17,6 +17,8 @@ from headrace.models import CausalLM, ModelConfig, PackedContext, random_model
 from headrace.records import Sampling, Turn
 
 VOCAB = 32
+TOLERANCE = 1e-4
+"""Of a log-prob in float32, against one computed in another batch or order."""
 # Weights large enough that the distributions are far from uniform and every version's is another.
 MODEL = ModelConfig(
     family="qwen2",
@@ -95,9 +97,16 @@ def with_samplings(made: list[SampleRequest]) -> list[SampleRequest]:
 def drive(
     engine: NativeEngine, wanted: list[SampleRequest], between: Callable[[int], None] = lambda step: None
 ) -> dict[int, Turn]:
-    """Add everything, then step until nothing is left; `between` runs before every step."""
+    """Add everything, then `finish`; every request has its turn."""
     for one in wanted:
         engine.add(one)
+    turns = finish(engine, between)
+    assert turns.keys() == {one.id for one in wanted}
+    return turns
+
+
+def finish(engine: NativeEngine, between: Callable[[int], None] = lambda step: None) -> dict[int, Turn]:
+    """Step until nothing is left; `between` runs before every step. What ended meanwhile."""
     turns: dict[int, Turn] = {}
     step = 0
     while engine.has_work:
@@ -105,8 +114,20 @@ def drive(
         turns.update(engine.step())
         step += 1
         assert step < 20_000, "the engine makes no progress"
-    assert turns.keys() == {one.id for one in wanted}
     return turns
+
+
+def all_free(engine: NativeEngine) -> bool:
+    """Whether no page was lost, once all that is held for forks or kept for requests to come is let go."""
+    for number in list(engine._scheduler.held):
+        engine.release(number)
+    engine.drop_prefixes()
+    return engine.pages_free == engine.pages_total
+
+
+def events(turn: Turn) -> list[tuple[int, int, str, str]]:
+    """Its lineage, as (position, version, before, cause)."""
+    return [(event.position, event.version, event.before, event.cause) for event in turn.lineage]
 
 
 def worst_replay(turns: dict[int, Turn]) -> float:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+from engine_builders import all_free
 
 from headrace.engine.base import SampleRequest
 from headrace.engine.native import NativeEngine
@@ -70,10 +71,7 @@ class Pressure:
         self._finish(engine)
 
     def _finish(self, engine: NativeEngine) -> None:
-        for id in list(engine._scheduler.held):
-            engine.release(id)
-        engine.drop_prefixes()
-        assert engine.pages_free == engine.pages_total, "a page was lost"
+        assert all_free(engine), "a page was lost"
         self.preempted += sum(any(e.cause == "preempt" for e in turn.lineage) for turn in self.turns.values())
         calm = self.make(None)
         survivors = [request for request in self.wanted if request.id in self.turns]

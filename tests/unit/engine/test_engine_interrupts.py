@@ -10,10 +10,14 @@ import msgspec
 import numpy as np
 import pytest
 from engine_builders import (
+    TOLERANCE,
     TRUNCATING,
     VOCAB,
+    all_free,
     drive,
+    events,
     fill_standby,
+    finish,
     make_engine,
     plain_logprobs,
     publish,
@@ -31,22 +35,7 @@ from headrace.engine.native.reference import ReferenceRunner
 from headrace.errors import EpisodeFailure, SyncError
 from headrace.records import Sampling, Turn
 
-TOLERANCE = 1e-4
 SMALL = {"page_size": 4, "cache_tokens": 60, "max_context": 60, "max_running": 4}
-
-
-def finish(engine: NativeEngine, *, admit: bool = True) -> dict[int, Turn]:
-    turns: dict[int, Turn] = {}
-    steps = 0
-    while engine.has_work and (admit or engine.must_drain("drain")):
-        turns.update(engine.step(admit=admit))
-        steps += 1
-        assert steps < 20_000, "the engine makes no progress"
-    return turns
-
-
-def plain(turn: Turn) -> list[tuple[int, int, str, str]]:
-    return [(event.position, event.version, event.before, event.cause) for event in turn.lineage]
 
 
 def preempting() -> NativeEngine:
@@ -106,7 +95,7 @@ def test_a_turn_that_was_cut_goes_on_under_other_weights_and_on_another_engine()
     cut = engine.cut(0)
     whole = drive(other, [request(7, range(9), 30, sampling=TRUNCATING[2], begun=cut)])[7]
     assert whole.versions.tolist() == [0] * 8 + [1] * 4 + [3] * 18
-    assert plain(whole) == [
+    assert events(whole) == [
         (0, 0, "kept", "start"),
         (16, 1, "kept", "swap"),
         (20, 3, "recomputed", "resume"),
@@ -123,13 +112,13 @@ def test_what_happened_after_the_last_token_of_a_cut_turn_is_forgotten():
         engine.step()
     publish(engine, 1, "keep")
     cut = engine.cut(0)
-    assert plain(cut) == [(0, 0, "kept", "start"), (8, 1, "kept", "swap")]
+    assert events(cut) == [(0, 0, "kept", "start"), (8, 1, "kept", "swap")]
     late = msgspec.structs.replace(
         cut, lineage=(cut.lineage[0], msgspec.structs.replace(cut.lineage[1], position=9))
     )
     for i, begun in enumerate((cut, late), start=1):
         turn = drive(engine, [request(i, range(5), 20, begun=begun)])[i]
-        assert plain(turn) == [(0, 0, "kept", "start"), (8, 1, "recomputed", "resume")]
+        assert events(turn) == [(0, 0, "kept", "start"), (8, 1, "recomputed", "resume")]
         assert worst_replay({i: turn}) < TOLERANCE
 
 
@@ -138,7 +127,7 @@ def test_a_turn_that_was_cut_before_its_first_token_starts_afresh():
     engine.add(request(0, range(5), 6))
     cut = engine.cut(0)
     turn = drive(engine, [request(0, range(5), 6, begun=cut)])[0]
-    assert plain(turn) == [(0, 0, "kept", "start")]
+    assert events(turn) == [(0, 0, "kept", "start")]
     assert turn.tokens.tolist() == drive(engine, [request(0, range(5), 6)])[0].tokens.tolist()
 
 
@@ -183,8 +172,7 @@ def test_resume_ends_what_runs_and_what_was_preempted_but_not_what_has_not_begun
         assert len(turns[i].tokens) == 40
         assert {0, 1} == set(turns[i].versions.tolist())
     assert worst_replay(turns) < TOLERANCE
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_retry_begins_again_also_what_was_preempted():
@@ -193,7 +181,7 @@ def test_retry_begins_again_also_what_was_preempted():
     turns = finish(engine)
     for turn in turns.values():
         assert set(turn.versions.tolist()) == {1}
-        assert plain(turn)[0] == (0, 1, "kept", "start")
+        assert events(turn)[0] == (0, 1, "kept", "start")
         assert all(event.cause in ("start", "preempt") for event in turn.lineage)
         assert len(turn.tokens) == 40
     assert worst_replay(turns) < TOLERANCE
@@ -208,7 +196,7 @@ def test_retry_gives_the_turn_that_the_new_weights_would_have_given_at_once():
     assert len(late) == 16
     for i in late:
         assert turns[i].tokens.tolist() == expected[i].tokens.tolist()
-        assert plain(turns[i]) == [(0, 1, "kept", "start")]
+        assert events(turns[i]) == [(0, 1, "kept", "start")]
 
 
 def test_drain_waits_for_what_has_begun_also_when_it_was_preempted_and_lets_nothing_new_begin():
@@ -220,7 +208,9 @@ def test_drain_waits_for_what_has_begun_also_when_it_was_preempted_and_lets_noth
     with pytest.raises(SyncError, match="drain"):
         engine.swap(1, "drain")
     assert engine.version == 0
-    turns = finish(engine, admit=False)
+    turns: dict[int, Turn] = {}
+    while engine.must_drain("drain"):
+        turns.update(engine.step(admit=False))
     assert turns.keys() == {0, 1, 2}
     assert (engine.running, engine.waiting) == (0, 1)
     assert engine.swap(1, "drain").running == 0
@@ -261,7 +251,7 @@ def test_each_request_is_treated_as_it_says_and_the_others_as_the_swap_says():
         for i, what in enumerate(did):
             start, at = (0, 0, "kept", "start"), 3 + i + 6
             assert (
-                plain(turns[i])
+                events(turns[i])
                 == {
                     "keep": [start, (at, 1, "kept", "swap")],
                     "recompute": [start, (at, 1, "recomputed", "swap")],
@@ -327,7 +317,7 @@ def test_scores_are_what_one_plain_pass_gives_and_cost_one_pass_over_what_is_new
     # The prompt is known but for its last position, whose logits are wanted; the last token needs no pass.
     assert engine.tokens_passed - passed == 1 + 29
     assert (scored.stop, scored.policy, scored.sampling.temperature) == ("length", "p", 0.7)
-    assert plain(scored) == [(0, 0, "kept", "start")]
+    assert events(scored) == [(0, 0, "kept", "start")]
     assert worst_replay({1: scored}) < TOLERANCE
 
 
@@ -367,8 +357,7 @@ def test_a_score_that_is_cut_has_nothing_and_is_never_a_fork_s_source():
     turn = engine.cut(0)
     assert (turn.stop, len(turn.tokens), len(turn.logprobs)) == ("cancelled", 0, 0)
     assert not engine.has_work
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 @pytest.mark.parametrize(

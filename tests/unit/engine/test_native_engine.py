@@ -8,8 +8,11 @@ import pytest
 import torch
 from engine_builders import (
     VOCAB,
+    all_free,
     drive,
+    events,
     fill_standby,
+    finish,
     make_engine,
     publish,
     request,
@@ -85,7 +88,7 @@ def test_prompts_are_cut_into_chunks_of_the_budget_beside_sequences_that_run():
         seen.append((engine.tokens_prefilled, engine.tokens_sampled))
     # 10 + 12 + 3 of 10; then the rest and 18 of 40 beside two; then 22 and 3 of 5 beside three; then the rest
     assert seen == [(25, 2), (50, 5), (75, 9), (77, 14)]
-    assert worst_replay(dict(drive_on(engine))) < 1e-4
+    assert worst_replay(finish(engine)) < 1e-4
 
 
 def test_no_more_than_max_running_sequences_run():
@@ -109,8 +112,7 @@ def test_sequences_of_full_length_finish_in_a_cache_that_holds_one(page_size, pr
     turns = drive(engine, [request(i, (np.arange(prompt) + i // 2) % VOCAB, 99) for i in range(4)])
     assert [len(turn.tokens) for turn in turns.values()] == [32 - prompt] * 4
     assert worst_replay(turns) < 1e-4
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_the_oldest_sequence_is_never_preempted():
@@ -201,8 +203,7 @@ def test_cut_returns_what_there_is_and_frees_the_pages():
     assert waiting.stop == "cancelled"
     assert engine.cut(0) is None
     assert not engine.has_work
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_cancel_frees_the_pages_and_returns_nothing():
@@ -214,12 +215,8 @@ def test_cancel_frees_the_pages_and_returns_nothing():
     for i in (*range(5), 17):
         engine.cancel(i)
     assert (engine.running, engine.waiting) == (1, 0)
-    ended = []
-    while engine.has_work:
-        ended += [id for id, _ in engine.step()]
-    assert ended == [5]
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert finish(engine).keys() == {5}
+    assert all_free(engine)
 
 
 def test_a_step_without_work_does_nothing():
@@ -291,16 +288,9 @@ def test_sequences_start_under_the_version_served_when_they_are_prefilled():
     engine = make_engine()
     engine.add(request(0, range(5), 3))
     publish(engine, 1, "keep")
-    turn = dict(drive_on(engine))[0]
+    turn = finish(engine)[0]
     assert turn.versions.tolist() == [1, 1, 1]
     assert [(e.position, e.version, e.cause) for e in turn.lineage] == [(0, 1, "start")]
-
-
-def drive_on(engine):
-    ended = []
-    while engine.has_work:
-        ended += engine.step()
-    return ended
 
 
 @pytest.mark.parametrize(("kv", "before"), [("keep", "kept"), ("recompute", "recomputed")])
@@ -311,10 +301,9 @@ def test_a_swap_is_recorded_at_the_number_of_positions_that_were_cached(kv, befo
         engine.step()
     # Three tokens are sampled; the third has not passed through the model yet.
     publish(engine, 7, kv)
-    turn = dict(drive_on(engine))[0]
+    turn = finish(engine)[0]
     assert turn.versions.tolist() == [0, 0, 0, 7, 7, 7, 7, 7]
-    found = [(e.position, e.version, e.before, e.cause) for e in turn.lineage]
-    assert found == [(0, 0, "kept", "start"), (7, 7, before, "swap")]
+    assert events(turn) == [(0, 0, "kept", "start"), (7, 7, before, "swap")]
 
 
 def test_swaps_without_a_pass_between_them_leave_the_last():
@@ -323,7 +312,7 @@ def test_swaps_without_a_pass_between_them_leave_the_last():
     engine.step()
     for version, kv in [(1, "keep"), (2, "keep"), (3, "recompute"), (4, "keep")]:
         publish(engine, version, kv)
-    turn = dict(drive_on(engine))[0]
+    turn = finish(engine)[0]
     # At 3 its cache was given up; it was rebuilt under 4, the version served by then.
     assert [(e.position, e.version, e.before) for e in turn.lineage] == [(0, 0, "kept"), (5, 4, "recomputed")]
     assert turn.versions.tolist() == [0, 4, 4, 4]
@@ -337,7 +326,7 @@ def test_a_swap_with_recompute_prefills_a_shared_prompt_once():
         engine.step()
     assert engine.tokens_prefilled == 10
     publish(engine, 1, "recompute")
-    turns = dict(drive_on(engine))
+    turns = finish(engine)
     # At most the prompt once and each one's own four tokens; some of those are the same.
     assert 20 < engine.tokens_prefilled <= 10 + 10 + 8 * 4
     assert worst_replay(turns) < 1e-4
@@ -400,7 +389,7 @@ def test_a_swap_called_from_another_thread_within_a_pass_is_refused_and_changes_
     hook.remove()
     assert len(refused) == 1
     assert "atomic swap" in str(refused[0])
-    turn = dict(drive_on(engine))[0]
+    turn = finish(engine)[0]
     assert turn.versions.tolist() == [0] * 6
     assert worst_replay({0: turn}) < 1e-4
 
@@ -467,7 +456,7 @@ def test_a_sequence_that_waits_preempted_during_a_swap_is_rebuilt_under_the_vers
     lost_at = waiting.lost.position
     publish(engine, 1, "keep")
     publish(engine, 2, "keep")
-    turns = dict(drive_on(engine))
+    turns = finish(engine)
     returned = turns[waiting.request.id]
     first = returned.lineage[1]
     assert (first.position, first.version, first.before, first.cause) == (lost_at, 2, "recomputed", "preempt")

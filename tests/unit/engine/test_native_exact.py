@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_builders import MODEL, drive, make_engine, publish, request, requests, with_samplings
+from engine_builders import MODEL, drive, finish, make_engine, publish, request, requests, with_samplings
 
 from headrace.audit.recompute import replay_logprobs
 from headrace.engine.base import SampleRequest, ScoreRequest
@@ -137,7 +137,4 @@ def test_given_tokens_are_scored_with_the_bits_they_were_sampled_with():
     engine = exact_engine(prefill_tokens=17)
     turn = drive(engine, [request(0, range(12), 60)])[0]
     engine.score(ScoreRequest(id=1, context=turn.context, tokens=turn.tokens))
-    ended: list[tuple[int, Turn]] = []
-    while engine.has_work:
-        ended += engine.step()
-    np.testing.assert_array_equal(ended[0][1].logprobs, turn.logprobs)
+    np.testing.assert_array_equal(finish(engine)[1].logprobs, turn.logprobs)

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_builders import TRUNCATING, VOCAB, make_engine, publish, request, worst_replay
+from engine_builders import (
+    TOLERANCE,
+    TRUNCATING,
+    VOCAB,
+    all_free,
+    events,
+    finish,
+    make_engine,
+    publish,
+    request,
+    worst_replay,
+)
 
 from headrace.engine.base import Interrupt
 from headrace.engine.native import NativeEngine
 from headrace.errors import EpisodeFailure
-from headrace.records import KvEvent, Turn
+from headrace.records import Turn
 
-TOLERANCE = 1e-4
 PROMPT = list(range(10))
-
-
-def finish(engine: NativeEngine) -> dict[int, Turn]:
-    turns: dict[int, Turn] = {}
-    steps = 0
-    while engine.has_work:
-        turns.update(engine.step())
-        steps += 1
-        assert steps < 20_000, "the engine makes no progress"
-    return turns
 
 
 def with_source(*, held: bool, tokens: int = 30, **settings: int) -> tuple[NativeEngine, dict[int, Turn]]:
@@ -34,17 +34,6 @@ def with_source(*, held: bool, tokens: int = 30, **settings: int) -> tuple[Nativ
     while engine.tokens_sampled < 15:
         engine.step()
     return engine, {}
-
-
-def all_free(engine: NativeEngine) -> bool:
-    for number in list(engine._scheduler.held):
-        engine.release(number)
-    engine.drop_prefixes()
-    return engine.pages_free == engine.pages_total
-
-
-def plain(lineage: tuple[KvEvent, ...]) -> list[tuple[int, int, str, str]]:
-    return [(event.position, event.version, event.before, event.cause) for event in lineage]
 
 
 # ── What a fork costs ────────────────────────────────────────────────────────────────────────────────────
@@ -64,7 +53,7 @@ def test_eight_forks_pass_only_new_tokens_and_copy_only_a_page_that_is_partly_th
     for i in range(1, 9):
         assert turns[i].context.tolist() == sequence[:at]
         assert (turns[i].stop, len(turns[i].tokens)) == ("length", 6)
-        assert plain(turns[i].lineage) == [(0, 0, "kept", "start")]
+        assert events(turns[i]) == [(0, 0, "kept", "start")]
     assert len({turns[i].tokens.tobytes() for i in range(1, 9)}) > 1
     assert worst_replay(turns) < TOLERANCE
     assert all_free(engine)
@@ -146,8 +135,8 @@ def test_a_fork_keeps_what_older_weights_computed_and_says_so():
     passed = engine.tokens_passed
     turns |= finish(engine)
     # The last shared position is computed again, for its logits under the new weights.
-    assert plain(turns[1].lineage) == [(0, 0, "kept", "start"), (12, 1, "kept", "fork")]
-    assert plain(turns[2].lineage) == [(0, 0, "kept", "start"), (13, 1, "kept", "fork")]
+    assert events(turns[1]) == [(0, 0, "kept", "start"), (12, 1, "kept", "fork")]
+    assert events(turns[2]) == [(0, 0, "kept", "start"), (13, 1, "kept", "fork")]
     assert engine.tokens_passed - passed == 4 + (2 + 3)
     assert worst_replay(turns) < TOLERANCE
 
@@ -161,7 +150,7 @@ def test_after_a_swap_that_recomputes_no_fork_shares_what_older_weights_computed
     turns |= finish(engine)
     for i in (1, 2):
         assert turns[i].context.tolist() == [*PROMPT, *turns[0].tokens[:3].tolist()]
-        assert plain(turns[i].lineage) == [(0, 1, "kept", "start")]
+        assert events(turns[i]) == [(0, 1, "kept", "start")]
     assert worst_replay(turns) < TOLERANCE
     assert all_free(engine)
 
@@ -171,7 +160,7 @@ def test_a_request_that_is_kept_by_its_own_word_keeps_what_it_shares():
     engine.add(request(1, [], 4, fork_of=0, fork_at=13, interrupt="keep"))
     publish(engine, 1, "recompute")
     turns |= finish(engine)
-    assert plain(turns[1].lineage) == [(0, 0, "kept", "start"), (12, 1, "kept", "fork")]
+    assert events(turns[1]) == [(0, 0, "kept", "start"), (12, 1, "kept", "fork")]
     assert worst_replay(turns) < TOLERANCE
 
 

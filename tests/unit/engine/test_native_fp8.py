@@ -11,7 +11,17 @@ import engine_builders
 import numpy as np
 import pytest
 import torch
-from engine_builders import MODEL, drive, fill_standby, make_engine, publish, request, requests, with_samplings
+from engine_builders import (
+    MODEL,
+    drive,
+    fill_standby,
+    finish,
+    make_engine,
+    publish,
+    request,
+    requests,
+    with_samplings,
+)
 
 from headrace.audit.kept import replay_ops
 from headrace.audit.recompute import replay_logprobs
@@ -250,8 +260,7 @@ def test_it_sleeps_and_wakes(kind, version, keep_weights):
     if version is not None:
         publish(engine, version, "keep")
     engine.wake()
-    while engine.has_work:
-        turns.update(engine.step())
+    turns |= finish(engine)
     assert len(turns) == 12
     assert {int(v) for turn in turns.values() for v in turn.versions} == {0, version or 0}
     assert_replays(turns, kind)
@@ -264,9 +273,7 @@ def test_given_tokens_are_scored_as_they_were_sampled_and_forks_share_pages():
     turn = drive(engine, [request(0, range(12), 9, hold=True)])[0]
     engine.score(ScoreRequest(id=1, context=turn.context, tokens=turn.tokens))
     engine.add(request(2, [], 6, fork_of=0, fork_at=14))
-    ended: dict[int, Turn] = {}
-    while engine.has_work:
-        ended.update(engine.step())
+    ended = finish(engine)
     assert np.median(np.abs(ended[1].logprobs - turn.logprobs)) < ROUNDING
     assert_replays({2: ended[2]}, KV | WEIGHTS)
     assert engine.pages_copied > 0

@@ -6,7 +6,7 @@ import engine_builders
 import numpy as np
 import pytest
 import torch
-from engine_builders import drive, publish, request, requests, with_samplings, worst_replay
+from engine_builders import all_free, drive, finish, publish, request, requests, with_samplings, worst_replay
 
 from headrace.engine.base import ScoreRequest
 from headrace.engine.native import core, graphs
@@ -53,8 +53,7 @@ def test_both_runners_sample_the_same_tokens_with_the_same_log_probs(monkeypatch
         if turn.support is not None:
             assert turn.support.ids.tolist() == expected[id].support.ids.tolist()
             assert turn.support.offsets.tolist() == expected[id].support.offsets.tolist()
-    fused.drop_prefixes()
-    assert fused.pages_free == fused.pages_total
+    assert all_free(fused)
 
 
 @pytest.mark.parametrize("kv", ["keep", "recompute"])
@@ -97,9 +96,5 @@ def test_given_tokens_are_scored_as_they_were_sampled(fused):
     engine = make_engine(config={"prefill_tokens": 7})
     turn = drive(engine, [request(0, range(12), 9)])[0]
     engine.score(ScoreRequest(id=1, context=turn.context, tokens=turn.tokens))
-    ended = []
-    while engine.has_work:
-        ended += engine.step()
-    assert np.abs(ended[0][1].logprobs - turn.logprobs).max() < 1e-4
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert np.abs(finish(engine)[1].logprobs - turn.logprobs).max() < 1e-4
+    assert all_free(engine)

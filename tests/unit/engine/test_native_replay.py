@@ -8,6 +8,8 @@ import msgspec
 import numpy as np
 import pytest
 from engine_builders import (
+    TOLERANCE,
+    all_free,
     drive,
     make_engine,
     plain_logprobs,
@@ -23,8 +25,6 @@ from headrace.audit.recompute import replay_logprobs
 from headrace.engine.native import attention
 from headrace.errors import RecordError
 from headrace.records import KvEvent, Turn
-
-TOLERANCE = 1e-4
 
 
 def test_ten_thousand_tokens_have_the_log_prob_that_one_plain_pass_over_their_sequence_gives():
@@ -108,8 +108,7 @@ def test_log_probs_replay_under_preemption_and_swaps_of_both_kinds():
     assert causes.count("preempt") > 30
     assert causes.count("swap") > 30
     assert worst_replay(turns) < TOLERANCE
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -140,8 +139,7 @@ def test_whatever_is_added_cut_cancelled_and_swapped_every_turn_replays_and_no_p
         turns.update(engine.step())
     assert turns.keys() | gone == set(known)
     assert worst_replay({id: turn for id, turn in turns.items() if len(turn.tokens)}) < TOLERANCE
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_a_wrong_lineage_gives_other_log_probs():

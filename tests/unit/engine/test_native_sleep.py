@@ -11,8 +11,12 @@ import pytest
 import torch
 from engine_builders import (
     MODEL,
+    TOLERANCE,
+    all_free,
     drive,
+    events,
     fill_standby,
+    finish,
     make_engine,
     publish,
     request,
@@ -29,15 +33,6 @@ from headrace.errors import HeadraceError, LawBroken, SyncError
 from headrace.models import ModelConfig, random_model
 from headrace.records import Turn
 
-TOLERANCE = 1e-4
-
-
-def drive_on(engine: NativeEngine) -> dict[int, Turn]:
-    turns: dict[int, Turn] = {}
-    while engine.has_work:
-        turns.update(engine.step())
-    return turns
-
 
 def nap(engine: NativeEngine, *, keep_weights: bool, version: int | None = None) -> None:
     """Sleep and wake, with this version written meanwhile."""
@@ -52,10 +47,6 @@ def nap(engine: NativeEngine, *, keep_weights: bool, version: int | None = None)
 
 def at_steps(wanted: set[int], what: Callable[[], None]) -> Callable[[int], None]:
     return lambda step: what() if step in wanted else None
-
-
-def lineage(turn: Turn) -> list[tuple[int, int, str, str]]:
-    return [(event.position, event.version, event.before, event.cause) for event in turn.lineage]
 
 
 @pytest.mark.parametrize("cache_tokens", [None, 160])
@@ -74,8 +65,7 @@ def test_sleeping_in_mid_generation_changes_no_token(keep_weights, cache_tokens)
         np.testing.assert_allclose(turn.logprobs, undisturbed[id].logprobs, atol=TOLERANCE)
     assert sum(event.cause == "sleep" for turn in turns.values() for event in turn.lineage) > 10
     assert worst_replay(turns) < TOLERANCE
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_steps_begun_ahead_are_taken_in_before_it_sleeps(monkeypatch):
@@ -126,8 +116,7 @@ def test_whatever_else_happens_between_naps_every_turn_replays_and_no_page_is_lo
     assert naps > 10
     assert turns.keys() | gone == set(known)
     assert worst_replay({id: turn for id, turn in turns.items() if len(turn.tokens)}) < TOLERANCE
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_what_slept_is_rebuilt_as_a_whole_under_the_version_of_its_return():
@@ -136,10 +125,10 @@ def test_what_slept_is_rebuilt_as_a_whole_under_the_version_of_its_return():
     for _ in range(3):
         engine.step()
     nap(engine, keep_weights=False, version=7)
-    turn = drive_on(engine)[0]
+    turn = finish(engine)[0]
     assert turn.versions.tolist() == [0, 0, 0, 7, 7, 7, 7, 7]
     # Three tokens were sampled; the third had not passed through the model.
-    assert lineage(turn) == [(0, 0, "kept", "start"), (7, 7, "recomputed", "sleep")]
+    assert events(turn) == [(0, 0, "kept", "start"), (7, 7, "recomputed", "sleep")]
     assert worst_replay({0: turn}) < TOLERANCE
 
 
@@ -149,8 +138,8 @@ def test_what_had_sampled_nothing_yet_begins_again():
     engine.step()
     assert engine.running == 1
     nap(engine, keep_weights=True)
-    turn = drive_on(engine)[0]
-    assert lineage(turn) == [(0, 0, "kept", "start")]
+    turn = finish(engine)[0]
+    assert events(turn) == [(0, 0, "kept", "start")]
     assert turn.tokens.tolist() == drive(make_engine(), [request(0, range(10), 3)])[0].tokens.tolist()
 
 
@@ -178,7 +167,7 @@ def test_versions_are_published_while_it_sleeps(keep_weights):
         publish(engine, version, "keep")
         assert (report_before, engine.version) == (version - 1, version)
     engine.wake()
-    turns = drive_on(engine)
+    turns = finish(engine)
     assert {int(v) for turn in turns.values() for v in turn.versions} == {0, 2}
     assert worst_replay(turns) < TOLERANCE
     publish(engine, 3, "keep")
@@ -202,7 +191,7 @@ def test_without_weights_it_does_not_wake_until_a_version_was_swapped_in():
     assert (engine.asleep, engine.version) == (True, 4)
     engine.swap(5)
     engine.wake()
-    assert worst_replay(drive_on(engine)) < TOLERANCE
+    assert worst_replay(finish(engine)) < TOLERANCE
 
 
 def test_asleep_it_takes_requests_in_and_lets_them_go():
@@ -226,7 +215,7 @@ def test_asleep_it_takes_requests_in_and_lets_them_go():
     assert engine.step() == []
     assert (engine.steps, engine.running, engine.waiting) == (steps, 0, 3)
     engine.wake()
-    turns = drive_on(engine)
+    turns = finish(engine)
     assert turns.keys() == {0, 3, 5}
     for id, turn in turns.items():
         assert turn.tokens.tolist() == whole[id].tokens.tolist()
@@ -251,7 +240,7 @@ def test_what_had_ended_is_returned_asleep():
 def test_forks_and_held_pages_are_given_up_and_their_tokens_stay():
     engine = make_engine(config={"max_running": 2})
     engine.add(request(0, range(9), 6, hold=True))
-    held = drive_on(engine)[0]
+    held = finish(engine)[0]
     engine.add(request(1, range(9), 30))
     engine.add(request(2, range(4), 30))
     for _ in range(5):
@@ -263,17 +252,15 @@ def test_forks_and_held_pages_are_given_up_and_their_tokens_stay():
     engine.sleep()
     engine.add(request(6, [], 4, fork_of=2, fork_at=5))
     engine.wake()
-    turns = drive_on(engine)
+    turns = finish(engine)
     whole = [*range(9), *held.tokens.tolist()]
     assert turns[3].context.tolist() == whole[:12]
     assert turns[4].context.tolist() == [*range(9), *turns[1].tokens[:2].tolist()]
     assert turns[5].context.tolist() == [*whole, 7]
     assert turns[6].context.tolist() == [*range(4), int(turns[2].tokens[0])]
-    assert [lineage(turns[i]) for i in (3, 4, 5, 6)] == [[(0, 0, "kept", "start")]] * 4
+    assert [events(turns[i]) for i in (3, 4, 5, 6)] == [[(0, 0, "kept", "start")]] * 4
     assert worst_replay(turns) < TOLERANCE
-    engine.release(0)
-    engine.drop_prefixes()
-    assert engine.pages_free == engine.pages_total
+    assert all_free(engine)
 
 
 def test_scoring_goes_on_after_sleep():
@@ -283,7 +270,7 @@ def test_scoring_goes_on_after_sleep():
     for _ in range(3):
         engine.step()
     nap(engine, keep_weights=True)
-    scored = drive_on(engine)[1]
+    scored = finish(engine)[1]
     np.testing.assert_allclose(scored.logprobs, turn.logprobs, atol=TOLERANCE)
 
 
@@ -295,7 +282,7 @@ def test_sleeping_twice_and_waking_twice_is_sleeping_and_waking():
     engine.sleep()
     engine.wake()
     engine.wake()
-    assert worst_replay(drive_on(engine)) < TOLERANCE
+    assert worst_replay(finish(engine)) < TOLERANCE
     engine.sleep(keep_weights=True)
     engine.sleep(keep_weights=False)
     with pytest.raises(HeadraceError, match="is given new ones"):

@@ -4,9 +4,12 @@ add ──▶ queue ──▶ scheduler: Plan ──▶ runner: passes and sampl
                    one token of each sequence that is up to date,
                    chunks of those that are not
 
-core.py         NativeEngine: requests, swaps, sleep, steps, turns
+core.py         NativeEngine: requests, swaps, sleep, steps
 scheduler.py    who runs: admission by free pages, sharing of beginnings, chunks, preemption
 requests.py     checks of a request; a sequence and its KV lineage
+turns.py        from a request to its sequence, and from that to its turn
+forks.py        what a fork takes over from its source
+interrupts.py   what a swap does to a sequence that has begun
 slots.py        the running sequences' state as arrays, one row each
 pages.py        which page of the KV cache belongs to whom
 tree.py         beginnings of sequences that are kept for others

@@ -1,18 +1,11 @@
-"""NativeEngine: continuous batching over a paged KV cache.
+"""NativeEngine: continuous batching over a paged KV cache. Its public face, and the loop over steps.
 
-What a turn's columns and lineage mean, here and wherever a log-prob is recomputed:
+    add, score ─▶ queue ─▶ step: plan ─▶ begin ─▶ under way ─▶ collect ─▶ turns that ended
+                                                      │
+                  settle: collect all of them ────────┘
 
-- Token j's logits come from the pass over the token before it; that pass ran under `versions[j]`.
-- Keys and values of positions in [event.position, next event's position) were computed under `event.version`,
-  unless a later "recomputed" event rebuilt everything before its position under its own version.
-- The first event is a "start" at position 0. A swap's position is the number of the sequence's positions whose
-  keys and values were in the cache at that moment; a preemption's or a sleep's is their number when they were
-  given up, and its version the one they were rebuilt under. A sequence that waits without a cache while weights
-  are swapped has only the event of its return.
-- A fork begins with its source's lineage up to the fork; under other weights than those of the last shared
-  position it has an event of its own there.
-- Events without a pass between them have one position: of those only what still matters is kept
-  (`requests.note`). A swap that ends a sequence's record, with no token sampled after it, may be listed too.
+A runner may work ahead, so what a step sampled is known when it is collected. What needs to know all of it first
+(a fork of what runs, sleep, a swap that does not keep what runs) settles.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,28 +23,19 @@ from torch import Tensor
 
 from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.engine.config import NativeEngineConfig
+from headrace.engine.native.forks import Fork, fork
+from headrace.engine.native.interrupts import carry_over, interrupt_of
 from headrace.engine.native.kv import KvCache
-from headrace.engine.native.pages import pages_for
 from headrace.engine.native.plan import Plan, Runner, Running
 from headrace.engine.native.quantized import QuantizedWeights, check_fp8
-from headrace.engine.native.requests import (
-    Sequence,
-    Shared,
-    check_length,
-    check_request,
-    check_score,
-    lineage_until,
-    note,
-)
+from headrace.engine.native.requests import Sequence, check_request, check_score
 from headrace.engine.native.runners import open_runner
 from headrace.engine.native.scheduler import Scheduler
+from headrace.engine.native.turns import Stop, meets_stop_string, sequence_to_sample, sequence_to_score, turn_of
 from headrace.engine.native.weights import Weights
 from headrace.errors import ConfigError, EpisodeFailure, HeadraceError, LawBroken, SyncError
 from headrace.models import CausalLM
-from headrace.records import KvEvent, Sampling, Support, Turn
-
-# A stop string may begin in the middle of a token, and special tokens decode to nothing.
-EXTRA_TAIL_TOKENS = 8
+from headrace.records import Turn
 
 Ended = list[tuple[int, Turn]]
 
@@ -130,52 +114,23 @@ class NativeEngine:
             can_decode=self._decode is not None,
         )
         self._check_new(request.id)
-        context = np.ascontiguousarray(request.context, np.int32)
-        shared: Shared | None = None
-        lineage: list[KvEvent] = []
-        if request.fork_of is not None:
-            before, shared, lineage = self._fork(request.fork_of, request.fork_at, len(context))
-            context = np.concatenate([before, context])
-        sequence = Sequence(
-            request=request,
-            context=context,
-            order=self._arrivals,
-            limit=min(request.max_tokens, self._config.max_context - len(context)),
-            stop_ids=tuple(sorted({*self._eos, *request.stop_tokens})),
-            shared=shared,
-            lineage=lineage,
-        )
-        if request.begun is not None:
-            _take_up(sequence, request.begun)
-        self._queue(sequence)
+        own = None if request.fork_of is None else self._fork(request, request.fork_of)
+        self._queue(sequence_to_sample(request, own, self._arrivals, self._config.max_context, self._eos))
 
     def score(self, request: ScoreRequest) -> None:
         """Queue a request to score. One that cannot be served raises EpisodeFailure and changes nothing."""
         vocab_size = self._model.config.vocab_size
         check_score(request, vocab_size=vocab_size, max_context=self._config.max_context)
         self._check_new(request.id)
-        targets = np.ascontiguousarray(request.tokens, np.int32)
-        sequence = Sequence(
-            request=request,
-            context=np.concatenate([np.asarray(request.context, np.int32), targets[:-1]]),
-            order=self._arrivals,
-            limit=0,
-            targets=targets,
-            logprobs=np.zeros(len(targets), np.float32),
-            versions=np.zeros(len(targets), np.int32),
-        )
-        self._queue(sequence)
+        self._queue(sequence_to_score(request, self._arrivals))
 
     def cancel(self, request_id: int) -> None:
         """Forget a request and free what it holds. An unknown id is ignored."""
         sequence = self._sequences.pop(request_id, None)
         if sequence is None:
             self._ended = [ended for ended in self._ended if ended[0] != request_id]
-            return
-        if sequence.slot is None:
-            self._scheduler.drop(sequence)
         else:
-            self._scheduler.release(sequence.slot)
+            self._leave(sequence)
 
     def cut(self, request_id: int) -> Turn | None:
         """End a request now: what there is of its turn, with stop "cancelled". None for an unknown id.
@@ -187,9 +142,7 @@ class NativeEngine:
             turn = dict(self._ended).get(request_id)
             self.cancel(request_id)
             return turn
-        if sequence.slot is not None:
-            return self._end(sequence.slot, "cancelled")[1]
-        return self._end_waiting(sequence)[1]
+        return self._end(sequence, "cancelled")[1]
 
     def release(self, request_id: int) -> None:
         """Free the pages that an ended request holds for forks. An unknown id is ignored."""
@@ -229,34 +182,13 @@ class NativeEngine:
         self._sequences[sequence.request.id] = sequence
         self._scheduler.queue.append(sequence)
 
-    def _fork(self, source_id: int, at: int, more: int) -> tuple[np.ndarray, Shared | None, list[KvEvent]]:
-        """(the source's first `at` tokens, what is shared of its cache, the lineage of that)."""
+    def _fork(self, request: SampleRequest, source_id: int) -> Fork:
         source = self._sequences.get(source_id)
         if source is not None and source.slot is not None:
             with self._runner.scope():
                 self._settle()
-            source = self._sequences.get(source_id)
-        source = source or self._scheduler.held.get(source_id)
-        if source is None or source.targets is not None:
-            raise EpisodeFailure("bad_request", f"a fork's source runs or is held (got request {source_id})")
-        slot, slots = source.slot, self._slots
-        tokens = source.whole() if slot is None else np.concatenate([source.context, slots.columns(slot)[0]])
-        if not 0 < at <= len(tokens):
-            raise EpisodeFailure("bad_request", f"a fork begins at 1 … {len(tokens)} of its source (got {at})")
-        check_length(at + more, self._config.max_context)
-        if slot is not None:
-            cached = min(at, int(slots.cached[slot]))
-            pages = slots.page_table[slot, : pages_for(cached, self._kv.page_size)].copy()
-        elif source.shared is not None:
-            cached = min(at, source.shared.cached)
-            pages = source.shared.pages[: pages_for(cached, self._kv.page_size)]
-        else:
-            cached = 0
-        if not cached:
-            return tokens[:at], None, []
-        self._scheduler.pool.share(pages)
-        lineage = lineage_until(source.lineage, cached)
-        return tokens[:at], Shared(pages, cached, lineage[-1].version), lineage
+        source = self._sequences.get(source_id) or self._scheduler.held.get(source_id)
+        return fork(request, source, self._scheduler, self._config.max_context)
 
     # ── Weights ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -271,7 +203,7 @@ class NativeEngine:
         What sleeps is not waited for.
         """
         begun = [] if self.asleep else self._begun()
-        return any(self._interrupt(sequence, interrupt) == "drain" for sequence in begun)
+        return any(interrupt_of(sequence, interrupt) == "drain" for sequence in begun)
 
     def swap(self, version: int, interrupt: Interrupt = "keep", only: Collection[str] | None = None) -> SwapReport:
         """Between two steps, serve the standby weights as `version`. All or nothing.
@@ -284,7 +216,7 @@ class NativeEngine:
         with self._exclusive("a swap began within a forward pass"), self._runner.scope():
             if version == self.version and self._weights.complete:
                 raise SyncError("swap", self.name, f"version {version} is served already")
-            if any(self._interrupt(sequence, interrupt) != "keep" for sequence in self._begun()):
+            if any(interrupt_of(sequence, interrupt) != "keep" for sequence in self._begun()):
                 self._settle()
             if self.must_drain(interrupt):
                 raise SyncError("swap", self.name, "requests run that must end first (drain)")
@@ -295,38 +227,15 @@ class NativeEngine:
             self._scheduler.forget_beginnings()
             begun, ended = self._begun(), len(self._ended)
             for sequence in begun:
-                self._carry_over(sequence, self._interrupt(sequence, interrupt))
-            self._scheduler.give_up_shared(lambda sequence: self._interrupt(sequence, interrupt) != "keep")
+                if not carry_over(sequence, interrupt_of(sequence, interrupt), version, self._scheduler):
+                    self._ended.append(self._end(sequence, "cancelled"))
+            self._scheduler.give_up_shared(lambda sequence: interrupt_of(sequence, interrupt) != "keep")
             went_on = len(begun) - (len(self._ended) - ended)
         return SwapReport(version=version, pause_s=time.perf_counter() - began, running=went_on)
 
     def _begun(self) -> list[Sequence]:
         """What runs, the youngest first, and then what has run and waits to return."""
         return [*map(self._slots.sequence, self._scheduler.by_age()), *self._scheduler.preempted]
-
-    def _interrupt(self, sequence: Sequence, default: Interrupt) -> Interrupt:
-        request = sequence.request
-        return (request.interrupt if isinstance(request, SampleRequest) else None) or default
-
-    def _carry_over(self, sequence: Sequence, what: Interrupt) -> None:
-        slots, slot = self._slots, sequence.slot
-        if slot is None:
-            if what == "resume":
-                self._ended.append(self._end_waiting(sequence))
-            elif what == "retry":
-                sequence.forget()
-            return
-        cached = int(slots.cached[slot])
-        slots.pure[slot] = False
-        rebuilding = cached < sequence.lineage[-1].position
-        if what == "keep" and cached and not rebuilding:
-            note(sequence.lineage, KvEvent(position=cached, version=self.version, before="kept", cause="swap"))
-        elif what == "resume" and sequence.targets is None:
-            self._ended.append(self._end(slot, "cancelled"))
-        else:
-            self._scheduler.lose_cache(slot, "swap")
-            if what == "retry" and sequence.targets is None:
-                sequence.forget()
 
     # ── Sleep ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -441,7 +350,7 @@ class NativeEngine:
             stopped[i] = self._meets_stop_string(int(rows[i]))
         full = slots.sampled[rows] >= slots.limit[rows]
         for i in np.flatnonzero(stopped | full).tolist():
-            self._ended.append(self._end(int(rows[i]), "stop" if stopped[i] else "length"))
+            self._ended.append(self._end(slots.sequence(int(rows[i])), "stop" if stopped[i] else "length"))
         self._take_scores(step, scores)
 
     def _check_numbers(self, step: _Step, logprobs: np.ndarray, still: np.ndarray) -> None:
@@ -465,57 +374,27 @@ class NativeEngine:
             sequence.logprobs[last - len(logprobs) : last] = logprobs
             sequence.versions[last - len(logprobs) : last] = step.version
             if last == len(sequence.targets):
-                self._ended.append(self._end(chunk.slot, "length"))
+                self._ended.append(self._end(sequence, "length"))
 
     # ── Ends ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def _meets_stop_string(self, slot: int) -> bool:
         request = self._slots.sequence(slot).request
         assert isinstance(request, SampleRequest)
-        strings = request.stop_strings
-        count = int(self._slots.sampled[slot])
-        tail = max(len(string.encode()) for string in strings) + EXTRA_TAIL_TOKENS
         assert self._decode is not None
-        text = self._decode(self._slots.tokens[slot, max(0, count - tail) : count].tolist())
-        return any(string in text for string in strings)
+        return meets_stop_string(request, self._slots.tokens[slot, : self._slots.sampled[slot]], self._decode)
 
-    def _end(self, slot: int, stop: Literal["stop", "length", "cancelled"]) -> tuple[int, Turn]:
-        request = self._slots.sequence(slot).request
-        sequence = self._scheduler.release(slot, hold=isinstance(request, SampleRequest) and request.hold)
-        del self._sequences[request.id]
-        return request.id, self._turn(sequence, stop)
-
-    def _end_waiting(self, sequence: Sequence) -> tuple[int, Turn]:
+    def _end(self, sequence: Sequence, stop: Stop) -> tuple[int, Turn]:
         request = sequence.request
+        self._leave(sequence, hold=isinstance(request, SampleRequest) and request.hold)
         del self._sequences[request.id]
-        self._scheduler.drop(sequence, hold=isinstance(request, SampleRequest) and request.hold)
-        return request.id, self._turn(sequence, "cancelled")
+        return request.id, turn_of(sequence, stop, self.name)
 
-    def _turn(self, sequence: Sequence, stop: Literal["stop", "length", "cancelled"]) -> Turn:
-        request = sequence.request
-        if isinstance(request, ScoreRequest):
-            assert sequence.targets is not None
-            sampling, seed, support = Sampling(temperature=request.temperature), 0, None
-            tokens, context = sequence.targets, np.asarray(request.context, np.int32)
-            if stop == "cancelled":
-                sequence.forget()
-                tokens = tokens[:0]
+    def _leave(self, sequence: Sequence, *, hold: bool = False) -> None:
+        if sequence.slot is None:
+            self._scheduler.drop(sequence, hold=hold)
         else:
-            sampling, seed, tokens, context = request.sampling, request.seed, sequence.tokens, sequence.context
-            support = Support.from_rows(sequence.supports) if sampling.truncates else None
-        return Turn(
-            tokens=tokens,
-            logprobs=sequence.logprobs,
-            versions=sequence.versions,
-            context=context,
-            stop=stop,
-            sampling=sampling,
-            lineage=tuple(sequence.lineage),
-            support=support,
-            policy=request.policy,
-            engine=self.name,
-            seed=seed,
-        )
+            self._scheduler.release(sequence.slot, hold=hold)
 
     @contextmanager
     def _exclusive(self, what: str) -> Iterator[None]:
@@ -526,17 +405,3 @@ class NativeEngine:
             yield
         finally:
             self._weights_in_use.release()
-
-
-def _take_up(sequence: Sequence, begun: Turn) -> None:
-    """Let a sequence go on from a turn that was begun, its cache to be computed again."""
-    sequence.tokens = np.ascontiguousarray(begun.tokens, np.int32)
-    sequence.logprobs = np.ascontiguousarray(begun.logprobs, np.float32)
-    sequence.versions = np.ascontiguousarray(begun.versions, np.int32)
-    if begun.support is not None:
-        sequence.supports = [begun.support.row(t) for t in range(len(begun.tokens))]
-    if len(begun.tokens):
-        position = sequence.length - 1
-        # What happened after its last pass does not matter any more.
-        sequence.lineage = [event for event in begun.lineage if event.position < position]
-        sequence.lost = KvEvent(position=position, version=-1, before="recomputed", cause="resume")

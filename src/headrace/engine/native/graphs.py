@@ -3,7 +3,7 @@
 A step without chunks is one copy of numbers to the device, one graph, and the copies of its results back:
 
     numbers ─▶ fetch last tokens, update page table ─▶ model ─▶ logits ─▶ sample ─▶ tokens, log-probs, supports
-               (kernels.inputs)                        (FusedOps over PagedContext)   (kernels.logits)
+               (kernels.inputs)                        (FusedOps over PagedContext)   (kernels.sampler)
 
 A sampled token stays on the device for the next step, so the host prepares step n + 1 while step n runs. Graphs
 hold the weights' addresses, so there are two of each: one per set of buffers (`Weights.side`). Steps with chunks
@@ -32,7 +32,8 @@ from headrace.engine.native.weights import Weights
 from headrace.errors import ConfigError
 from headrace.kernels import attention as kernels
 from headrace.kernels.inputs import prepare
-from headrace.kernels.logits import Sampler, SamplerInputs, SamplerOutputs, expand_support
+from headrace.kernels.sampler import Sampler, SamplerInputs, SamplerOutputs
+from headrace.kernels.truncation import expand_support
 from headrace.models import CausalLM, PagedContext
 
 AHEAD = 1

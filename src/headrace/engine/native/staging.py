@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.kernels.logits import SamplerOutputs
+from headrace.kernels.sampler import SamplerOutputs
 
 ALIGN = 16
 _TORCH = {np.dtype(np.int32): torch.int32, np.dtype(np.float32): torch.float32, np.dtype(np.float64): torch.float64}

@@ -1,0 +1,9 @@
+"""What the tests on a GPU share with those of the same parts without one."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+for part in ("engine", "kernels"):
+    sys.path.append(str(Path(__file__).parent.parent / "unit" / part))
