@@ -83,10 +83,11 @@ class Cache(NamedTuple):
 def _attend(
     q, keys, values, table, items, out, partial, statistics,
     q_stride, out_stride, row_stride, head_stride, table_stride, scale,
-    Q: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
+    GROUPS: tl.constexpr, Q: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, ITEM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    group, item = tl.program_id(0), items + tl.program_id(1) * ITEM
+    # One axis: the others take no more than 65,535 programs.
+    group, item = tl.program_id(0) % GROUPS, items + tl.program_id(0) // GROUPS * ITEM
     # Neither items nor table are written by the launch before this one, so they need not wait for it.
     count = tl.load(item + 1)
     token, position = tl.load(item), tl.load(item + 2)
@@ -136,8 +137,7 @@ def _attend(
         place_out = out + (token + query)[:, None].to(tl.int64) * out_stride + head[:, None] * D + d[None, :]
         tl.store(place_out, result.to(out.dtype.element_ty), real)
     else:
-        heads = tl.num_programs(0) * Q
-        rows = part.to(tl.int64) * heads + head
+        rows = part.to(tl.int64) * (GROUPS * Q) + head
         tl.store(partial + rows[:, None] * D + d[None, :], sums, real)
         tl.store(statistics + rows * 2, best, query < count)
         tl.store(statistics + rows * 2 + 1, total, query < count)
@@ -187,12 +187,12 @@ def attend(
     groups = cache.keys.shape[0] if cache.page else cache.keys.shape[1]
     if not len(items):
         return
-    _attend[(groups, len(items))](
+    _attend[(groups * len(items),)](
         q_thd, cache.keys, cache.values, table, items, out_thd,
         partial if partial is not None else out_thd, statistics if statistics is not None else out_thd,
         q_thd.stride(0), out_thd.stride(0), cache.row, cache.head, table.stride(0),
         math.log2(math.e) / math.sqrt(dim),
-        Q=heads // groups, D=dim, D_PAD=max(16, triton.next_power_of_2(dim)), PAGE=cache.page,
+        GROUPS=groups, Q=heads // groups, D=dim, D_PAD=max(16, triton.next_power_of_2(dim)), PAGE=cache.page,
         ROWS=tile.rows, KEYS=tile.keys, ITEM=ITEM, EARLY=launch.early(),
         launch_pdl=launch.early(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

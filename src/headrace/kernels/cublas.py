@@ -60,13 +60,13 @@ class _Heuristic(ctypes.Structure):
 class Product:
     """x (M, K) @ weight (N, K)ᵀ of bfloat16, without workspace.
 
-    With one part the result is (M, N) in bfloat16. With more, K is cut into as many, and the result is (P, M, N) in
-    float32, to be summed.
+    Of the device that is current when it is made. With one part the result is (M, N) in bfloat16. With more, K is
+    cut into as many, and the result is (P, M, N) in float32, to be summed.
     """
 
     def __init__(self, rows: int, columns: int, depth: int, x_stride: int, weight_stride: int, parts: int = 1):
         self.rows, self.columns, self.parts = rows, columns, parts
-        self._library, self._handle = _library()
+        self._library, self._handle = _library(torch.cuda.current_device())
         self._description = c_void_p()
         self._call("MatmulDescCreate", byref(self._description), _COMPUTE_FLOAT32, _FLOAT32)
         transposed = c_int32(_TRANSPOSED)
@@ -139,13 +139,13 @@ class Product:
             raise RuntimeError(f"cublasLt{name} answered {status}")
 
 
-@cache
 def available() -> bool:
     return _path() is not None
 
 
 @cache
-def _library() -> tuple[ctypes.CDLL, c_void_p]:
+def _library(device: int) -> tuple[ctypes.CDLL, c_void_p]:
+    """(the library, a handle of this device)."""
     path = _path()
     assert path is not None
     library, handle = ctypes.CDLL(path), c_void_p()
@@ -154,6 +154,7 @@ def _library() -> tuple[ctypes.CDLL, c_void_p]:
     return library, handle
 
 
+@cache
 def _path() -> str | None:
     """Of the library in this process."""
     if not torch.cuda.is_available():
@@ -162,4 +163,4 @@ def _path() -> str | None:
     one = torch.ones(16, 16, device="cuda")
     torch.mm(one, one)
     with open("/proc/self/maps") as maps:
-        return next((line.split()[-1] for line in maps if "libcublasLt.so" in line), None)
+        return next((line.split(maxsplit=5)[5].strip() for line in maps if "libcublasLt.so" in line), None)

@@ -16,12 +16,19 @@ import triton
 import triton.language as tl
 
 
-@functools.cache
 def early() -> bool:
-    """Whether this device can; kernels take it as their constant EARLY, and as the launch option `launch_pdl`."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
-        return False
-    return torch.cuda.get_device_capability()[0] >= 9
+    """Whether the current device can; kernels take it as their constant EARLY, and as the option `launch_pdl`."""
+    return _anywhere() and _capability(torch.cuda.current_device()) >= 9
+
+
+@functools.cache
+def _anywhere() -> bool:
+    return os.environ.get("TRITON_INTERPRET") != "1" and torch.cuda.is_available()
+
+
+@functools.cache
+def _capability(device: int) -> int:
+    return torch.cuda.get_device_capability(device)[0]
 
 
 @triton.jit

@@ -8,6 +8,7 @@ reads the result anyway. Sizes that were not tuned go PyTorch's way.
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -61,7 +62,7 @@ class Products:
         (rows, depth), columns = x_mk.shape, weight_nk.shape[0]
         key = (rows, columns, depth, x_mk.stride(0), weight_nk.stride(0), in_parts)
         if self._tuning and key not in self._ways:
-            self._ways[key] = fastest(x_mk, weight_nk, PARTS if in_parts else PARTS[:1])
+            self._ways[key] = _tuned(x_mk, weight_nk, PARTS if in_parts else PARTS[:1])
         way = self._ways.get(key)
         return F.linear(x_mk, weight_nk) if way is None else way.product.run(way.algorithm, x_mk, weight_nk)
 
@@ -71,6 +72,15 @@ def _fits(x_mk: Tensor, weight_nk: Tensor) -> bool:
         return False
     aligned = (x_mk.data_ptr() | weight_nk.data_ptr()) % cublas.ALIGN_BYTES == 0
     return aligned and 0 < len(x_mk) <= MOST_ROWS and x_mk.stride(1) == weight_nk.stride(1) == 1
+
+
+def _tuned(x_mk: Tensor, weight_nk: Tensor, parts: tuple[int, ...]) -> _Way | None:
+    """`fastest`, or PyTorch's own where trying fails: an engine runs without it."""
+    try:
+        return fastest(x_mk, weight_nk, parts)
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"products are not tuned: {error}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def fastest(x_mk: Tensor, weight_nk: Tensor, parts: tuple[int, ...]) -> _Way | None:

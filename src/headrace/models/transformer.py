@@ -113,7 +113,7 @@ class CausalLM(nn.Module):
     """A causal language model whose every operation goes through `ops`.
 
     A projection replaced by another module (a PEFT adapter's wrapper) is called instead of read. Forward
-    hooks on plain projections do not run; those on layers do.
+    hooks on plain projections do not run; those on layers do, and see what the back end passes between them.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops | None = None):

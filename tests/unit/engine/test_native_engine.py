@@ -22,6 +22,7 @@ from engine_builders import (
     worst_replay,
 )
 
+from headrace.engine.base import ScoreRequest
 from headrace.engine.native.pages import pages_for
 from headrace.errors import EpisodeFailure, HeadraceError, LawBroken, SyncError
 from headrace.records import Sampling
@@ -248,7 +249,16 @@ def test_a_step_without_work_does_nothing():
         ({"sampling": Sampling(min_p=-0.1)}, "bad_request", "min_p"),
         ({"sampling": Sampling(min_p=1.5)}, "bad_request", "min_p"),
         ({"sampling": Sampling(min_p=math.nan)}, "bad_request", "min_p"),
+        ({"sampling": Sampling(temperature=1e-39)}, "bad_request", "temperature"),
+        ({"sampling": Sampling(temperature=1e39)}, "bad_request", "temperature"),
+        ({"sampling": Sampling(top_k=2**31)}, "bad_request", "top_k"),
+        ({"sampling": Sampling(top_p=1 - 1e-8)}, "bad_request", "float32"),
+        ({"sampling": Sampling(top_p=1e-46)}, "bad_request", "top_p"),
+        ({"sampling": Sampling(min_p=1e-46)}, "bad_request", "min_p"),
+        ({"stop_tokens": (2**31,)}, "bad_request", "stop tokens"),
+        ({"stop_tokens": (-1,)}, "bad_request", "stop tokens"),
         ({"stop_strings": ("x",)}, "bad_request", "tokenizer"),
+        ({"stop_strings": ("\ud800",)}, "bad_request", "text"),
         ({"stop_strings": ("",)}, "bad_request", "not empty"),
         ({"id": 1}, "bad_request", "unique"),
     ],
@@ -482,6 +492,34 @@ def test_pages_that_nobody_uses_do_not_keep_the_last_sequence_from_growing():
     turns = drive(make_engine(config=config), wanted)
     assert [len(turns[i].tokens) for i in range(2)] == [3, 31]
     assert worst_replay(turns) < 1e-4
+
+
+def test_a_step_that_fails_is_the_last_one(monkeypatch):
+    engine = make_engine()
+    engine.add(request(0, range(20)))
+
+    def out_of_memory(plan):
+        raise MemoryError("no more")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._runner, "begin", out_of_memory)
+        with pytest.raises(MemoryError):
+            engine.step()
+    # Its keys and values were never computed.
+    with pytest.raises(HeadraceError, match="runs to its end") as refused:
+        engine.step()
+    assert "MemoryError: no more" in str(refused.value.value)
+
+
+def test_scores_are_numbers_or_an_error():
+    engine = make_engine()
+    for buffer in engine.standby.values():
+        buffer.fill_(float("nan"))
+    engine.swap(1, "keep")
+    engine.score(ScoreRequest(id=3, context=np.array([1, 2]), tokens=np.array([3, 4])))
+    with pytest.raises(HeadraceError, match="logits are numbers") as broken:
+        finish(engine)
+    assert "[3]" in str(broken.value.value)
 
 
 def test_once_logits_were_broken_the_engine_goes_on_with_nothing():

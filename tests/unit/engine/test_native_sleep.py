@@ -343,3 +343,17 @@ def test_the_memory_of_cache_and_weights_is_really_given_back(keep_weights):
     engine.sleep(keep_weights=keep_weights)
     given_back = cache + (1 if keep_weights else 2) * weights
     assert abs(awake - used() - given_back) < 0.05 * given_back
+
+
+def test_what_was_written_to_standby_before_a_sleep_is_not_served_after_it():
+    engine = make_engine()
+    fill_standby(engine, 1)
+    engine.sleep()
+    with pytest.raises(SyncError, match="transfer it again"):
+        engine.swap(1, "keep")
+    engine.wake()
+    assert engine.version == 0
+    publish(engine, 1, "keep")
+    turns = drive(engine, [request(0)])
+    assert set(turns[0].versions) == {1}
+    assert worst_replay(turns) < TOLERANCE

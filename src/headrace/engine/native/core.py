@@ -86,7 +86,8 @@ class NativeEngine:
         self._weights = Weights(model)
         fused = config.kernels == "fused" and self._weights.device.type == "cuda"
         self._quantized = QuantizedWeights(model, fused=fused) if config.weight_dtype == "fp8" else None
-        reserve = self._weights.set_bytes if config.standby else 0
+        # Without a standby set now, one comes with the first version.
+        reserve = self._weights.set_bytes
         self._kv = KvCache.sized(model.config, config, self._weights.dtype, self._weights.device, reserve)
         self._scheduler = Scheduler(
             self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
@@ -174,8 +175,10 @@ class NativeEngine:
         self._scheduler.forget_beginnings()
 
     def _check_new(self, request_id: int) -> None:
-        if request_id in self._sequences:
-            raise EpisodeFailure("bad_request", f"a request's id is unique while it runs (got {request_id})")
+        if request_id in self._sequences or any(request_id == ended for ended, _ in self._ended):
+            raise EpisodeFailure(
+                "bad_request", f"a request's id is unique until its turn is out (got {request_id})"
+            )
 
     def _queue(self, sequence: Sequence) -> None:
         self._arrivals += 1
@@ -194,7 +197,11 @@ class NativeEngine:
 
     @property
     def standby(self) -> Mapping[str, Tensor]:
-        """A buffer per parameter, by Hugging Face name: what the next swap will serve. Read it anew after each."""
+        """A buffer per parameter, by Hugging Face name: what the next swap will serve.
+
+        Ask anew after each swap and after a sleep. Whoever fills them on CUDA waits for its own stream before it
+        calls for the swap.
+        """
         return self._weights.standby
 
     def must_drain(self, interrupt: Interrupt) -> bool:
@@ -210,7 +217,7 @@ class NativeEngine:
 
         Each running request is treated as its own `interrupt` says, or as this one. Where one must be drained
         the swap is refused: step on, with `admit=False`, until `must_drain` is false. With `only`, just these
-        parameters change, by a copy on the device.
+        parameters change, by a copy on the device. The pause that is reported is the host's.
         """
         began = time.perf_counter()
         with self._exclusive("a swap began within a forward pass"), self._runner.scope():
@@ -288,7 +295,8 @@ class NativeEngine:
             version, idle = self.version, not self._under_way
             plan = None if self.asleep else self._scheduler.plan(version, admit=admit)
             if plan is not None:
-                self._begin(plan)
+                with self._to_its_end():
+                    self._begin(plan)
             elif idle and admit and not self.asleep and self._sequences and not self._ended:
                 pages = f"{self.pages_free} of {self.pages_total} pages free"
                 raise HeadraceError(
@@ -312,6 +320,20 @@ class NativeEngine:
         """Wait until the device has done all that was begun."""
         self._runner.synchronize()
 
+    @contextmanager
+    def _to_its_end(self) -> Iterator[None]:
+        """What raises within leaves passes that were planned and not made: nothing may go on from such a cache."""
+        try:
+            yield
+        except Exception as error:
+            if self._broken is None:
+                self._broken = HeadraceError(
+                    f"a step of {self.name} runs to its end",
+                    f"{type(error).__name__}: {error}",
+                    "start the engine anew",
+                )
+            raise
+
     def _begin(self, plan: Plan) -> None:
         sequences = [self._slots.sequence(slot) for slot in plan.samples.tolist()]
         scored = [self._slots.sequence(chunk.slot) for chunk in plan.chunks if len(chunk.targets)]
@@ -331,14 +353,18 @@ class NativeEngine:
 
     def _collect(self) -> None:
         """Take in the outcome of the oldest step under way; end what it ended."""
-        step = self._under_way.popleft()
+        with self._to_its_end():
+            self._take_in(self._under_way.popleft())
+
+    def _take_in(self, step: _Step) -> None:
         slots, rows = self._slots, step.plan.samples
         sampled, scores = step.running.outcome()
         # What was cancelled or ended meanwhile has left its slot, or another has it.
         still = np.array(
             [slots.sequences[r] is s for r, s in zip(rows.tolist(), step.sequences, strict=True)], bool
         )
-        self._check_numbers(step, sampled.logprobs, still)
+        broken = np.flatnonzero(np.isnan(sampled.logprobs) & still)
+        self._check_numbers(step, [step.sequences[i] for i in broken])
         for place, ids in zip(sampled.truncated.tolist(), sampled.supports, strict=True):
             if still[place]:
                 step.sequences[place].supports.append(ids)
@@ -353,13 +379,12 @@ class NativeEngine:
             self._ended.append(self._end(slots.sequence(int(rows[i])), "stop" if stopped[i] else "length"))
         self._take_scores(step, scores)
 
-    def _check_numbers(self, step: _Step, logprobs: np.ndarray, still: np.ndarray) -> None:
-        broken = np.isnan(logprobs) & still
-        if broken.any():
+    def _check_numbers(self, step: _Step, broken: list[Sequence]) -> None:
+        if broken:
             # What this step sampled is lost for all of its sequences, so nothing goes on from here.
             self._broken = HeadraceError(
                 f"logits are numbers ({self.name}, version {step.version})",
-                f"NaN or infinity for requests {[step.sequences[i].request.id for i in np.flatnonzero(broken)]}",
+                f"NaN or infinity for requests {[sequence.request.id for sequence in broken]}",
                 "the weights published as this version are broken: look at the trainer's loss and gradients",
             )
             raise self._broken
@@ -370,6 +395,7 @@ class NativeEngine:
             if self._slots.sequences[chunk.slot] is not sequence:
                 continue
             assert sequence.targets is not None
+            self._check_numbers(step, [sequence] if np.isnan(logprobs).any() else [])
             last = chunk.last - (sequence.length - len(sequence.targets))
             sequence.logprobs[last - len(logprobs) : last] = logprobs
             sequence.versions[last - len(logprobs) : last] = step.version

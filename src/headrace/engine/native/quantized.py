@@ -92,7 +92,8 @@ class QuantizedWeights:
         if self._fused:
             from headrace.kernels.quantize import quantize_rows as quantize_into
 
-            quantize_into(weight, rows.values, rows.scales)
+            with torch.cuda.device_of(weight):
+                quantize_into(weight, rows.values, rows.scales)
         else:
             for kept, new in zip(rows, quantize_rows(weight), strict=True):
                 kept.copy_(new)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -11,6 +10,10 @@ import numpy as np
 from headrace.engine.base import SampleRequest, ScoreRequest
 from headrace.errors import EpisodeFailure
 from headrace.records import KvEvent, Sampling
+
+LARGEST_INT = 2**31 - 1
+LEAST = 1e-6
+"""Of temperature, top_p and min_p where they are above 0: what is smaller is meant to be 0, or a mistake."""
 
 
 @dataclass(eq=False, slots=True)
@@ -83,7 +86,9 @@ def check_request(request: SampleRequest, *, vocab_size: int, max_context: int, 
     check_tokens(request.context, vocab_size, "a context", may_be_empty=request.fork_of is not None)
     _demand(request.max_tokens >= 1, "max_tokens is at least 1", request.max_tokens)
     check_sampling(request.sampling)
-    _demand(all(request.stop_strings), "a stop string is not empty", request.stop_strings)
+    numbers = all(0 <= token <= LARGEST_INT for token in request.stop_tokens)
+    _demand(numbers, f"stop tokens lie in [0, {LARGEST_INT}]", request.stop_tokens)
+    _demand(all(map(_is_text, request.stop_strings)), "a stop string is text, not empty", request.stop_strings)
     _demand(
         can_decode or not request.stop_strings,
         "stop strings need an engine that was given a tokenizer",
@@ -106,7 +111,7 @@ def check_score(request: ScoreRequest, *, vocab_size: int, max_context: int) -> 
     """Raise EpisodeFailure for a request to score that cannot be served."""
     check_tokens(request.context, vocab_size, "a context")
     check_tokens(request.tokens, vocab_size, "what is scored")
-    _demand(0 < request.temperature < math.inf, "temperature is positive and finite", request.temperature)
+    _check_heat(request.temperature)
     check_length(len(request.context) + len(request.tokens) - 1, max_context)
 
 
@@ -120,11 +125,27 @@ def check_tokens(tokens: object, vocab_size: int, what: str, *, may_be_empty: bo
 
 
 def check_sampling(sampling: Sampling) -> None:
-    warm = math.isfinite(sampling.temperature) and sampling.temperature >= 0
-    _demand(warm, "temperature is finite and not negative", sampling.temperature)
-    _demand(sampling.top_k >= 0, "top_k is not negative", sampling.top_k)
-    _demand(0 < sampling.top_p <= 1, "top_p lies in (0, 1]", sampling.top_p)
-    _demand(0 <= sampling.min_p <= 1, "min_p lies in [0, 1]", sampling.min_p)
+    """Also that float32 and int32, in which a device computes, say the same of it: what it keeps, and whether."""
+    if sampling.temperature != 0:
+        _check_heat(sampling.temperature)
+    _demand(0 <= sampling.top_k <= LARGEST_INT, f"top_k lies in [0, {LARGEST_INT}]", sampling.top_k)
+    _demand(LEAST <= sampling.top_p <= 1, f"top_p lies in [{LEAST}, 1]", sampling.top_p)
+    whole = sampling.top_p == 1 or bool(np.float32(sampling.top_p) < 1)
+    _demand(whole, "top_p is 1, or less than 1 in float32 too", sampling.top_p)
+    some = sampling.min_p == 0 or LEAST <= sampling.min_p <= 1
+    _demand(some, f"min_p is 0 or lies in [{LEAST}, 1]", sampling.min_p)
+
+
+def _check_heat(temperature: float) -> None:
+    warm = LEAST <= temperature <= 1 / LEAST
+    _demand(warm, f"a temperature above 0 lies in [{LEAST}, {1 / LEAST:g}]", temperature)
+
+
+def _is_text(string: str) -> bool:
+    try:
+        return bool(string.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def check_length(tokens: int, max_context: int) -> None:

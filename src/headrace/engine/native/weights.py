@@ -35,6 +35,8 @@ class Weights:
         self._standby: dict[str, Tensor] = {}
         self._kept: list[Tensor] = []
         """The live set while it has no memory of its own, in pieces."""
+        self._lost = False
+        """Whether the standby set had memory, was given up, and has not been asked for since."""
         self._retired: torch.cuda.Event | None = None
         self.side = 0
         """Which of the two sets is live: 0 at first, then 1, then 0, …"""
@@ -49,6 +51,7 @@ class Weights:
         that is released.
         """
         self.restore()
+        self._lost = False
         if not self.complete:
             return MappingProxyType({name: live.data for name, live in self._live.items()})
         self._have_standby()
@@ -67,6 +70,8 @@ class Weights:
                 )
             self.complete = True
             return
+        if self._lost:
+            raise SyncError("swap", "the standby buffers", "what was written there was given up; transfer it again")
         self.restore()
         self._have_standby()
         for name, live in self._live.items():
@@ -110,8 +115,11 @@ class Weights:
         elif self.complete and live.resident:
             # Torch pins memory by powers of two, so a piece takes no more than it holds.
             pinned = self.device.type == "cuda"
-            for piece in live.bytes.split(PIECE_BYTES):
-                self._kept.append(torch.empty(len(piece), dtype=torch.uint8, pin_memory=pinned).copy_(piece))
+            self._kept = [
+                torch.empty(len(piece), dtype=torch.uint8, pin_memory=pinned).copy_(piece)
+                for piece in live.bytes.split(PIECE_BYTES)
+            ]
+        self._lost = self._lost or standby.resident
         live.release()
         standby.release()
 
