@@ -26,6 +26,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Pro
     return project
 
 
+@pytest.fixture(scope="module")
+def fp8(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Project:
+    """Likewise, with keys and values and projections in FP8."""
+    folder = tmp_path_factory.mktemp("fp8")
+    (folder / "model").symlink_to(small_model)
+    (folder / "user.py").write_text(USER_CODE)
+    (folder / "config.toml").write_text(
+        CONFIG.replace("[engine]", '[engine]\nkv_dtype = "fp8"\nweight_dtype = "fp8"')
+    )
+    project = Project(folder)
+    project.train()
+    return project
+
+
 @pytest.fixture
 def tampered(finished: Project, tmp_path: Path) -> Callable[..., dict]:
     """Audit a copy of the run after something was done to it."""
@@ -127,6 +141,16 @@ def test_a_swap_in_mid_pass_is_found_by_recomputing(tampered):
             save_file(mixed, older)
 
     assert laws(tampered(mix, "--recompute", "60")) == {"provenance"}
+
+
+def test_with_fp8_a_run_passes_and_versions_that_are_one_too_old_are_found(fp8):
+    report = fp8.audit("--recompute", "150")
+    assert report["ok"] is True
+    assert report["recomputed"]["tokens"] >= 500
+    files = sorted((fp8.run / "versions").glob("*.safetensors"), key=lambda file: int(file.stem))
+    for older, newer in reversed(list(pairwise(files))):
+        shutil.copy(older, newer)
+    assert laws(fp8.audit("--recompute", "150")) == {"provenance"}
 
 
 def test_a_reused_version_number_is_found(tampered):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,6 +25,7 @@ class KeptVersions:
         self._engine = engine
         self._files = {int(file.stem): file for file in versions.glob("*.safetensors") if file.stem.isdigit()}
         self.model = lru_cache(maxsize=8)(self._load)
+        self.shaken = lru_cache(maxsize=8)(lambda number: shaken(self.model(number), seed=number))
 
     @property
     def numbers(self) -> set[int]:
@@ -45,6 +47,24 @@ class KeptVersions:
         )
         model.load_state_dict(load_file(self._files[number]))
         return model
+
+
+def shaken(model: CausalLM, seed: int) -> CausalLM:
+    """The model, every weight of its norms off by one rounding: what it computes differs as two orders of a sum do.
+
+    It has all else in common with the given one.
+    """
+    import torch
+
+    norms = {id(p) for name, p in model.named_parameters() if name.endswith("norm.weight")}
+    other = deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in norms})
+    signs = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, p in other.named_parameters():
+            if name.endswith("norm.weight"):
+                up = torch.randint(0, 2, p.shape, generator=signs).to(p.device, p.dtype)
+                p.mul_(1 + torch.finfo(p.dtype).eps * (2 * up - 1))
+    return other
 
 
 def replay_ops(engine: NativeEngineConfig) -> Ops | None:

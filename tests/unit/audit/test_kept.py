@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from headrace.audit.kept import KeptVersions
+from headrace.audit.kept import KeptVersions, shaken
 from headrace.engine.config import NativeEngineConfig
 from headrace.models import (
     CausalLM,
@@ -68,3 +68,21 @@ def hidden_of(model: CausalLM) -> torch.Tensor:
 
 def test_versions_of_an_exact_engine_compute_exactly(tmp_path: Path) -> None:
     assert type(kept(tmp_path, NativeEngineConfig(numerics="exact", device="cpu")).model(3).ops) is ExactOps
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-23), ("bfloat16", 2**-7)])
+def test_a_shaken_version_differs_by_one_rounding_of_its_norms_and_shares_all_else(
+    tmp_path, dtype, rounding
+) -> None:
+    versions = kept(tmp_path, NativeEngineConfig(dtype=dtype, weight_dtype="fp8"))
+    model, other = versions.model(3), versions.shaken(3)
+    ours, theirs = dict(model.named_parameters()), dict(other.named_parameters())
+    norms = {name for name in ours if name.endswith("norm.weight")}
+    assert len(norms) == 3
+    for name in ours.keys() - norms:
+        assert theirs[name] is ours[name]
+    off = torch.cat([(theirs[name].double() / ours[name].double() - 1) for name in norms])
+    assert {*off.tolist()} == {-rounding, rounding}
+    assert not torch.equal(hidden_of(other), hidden_of(model))
+    again = shaken(model, seed=3)
+    assert torch.equal(hidden_of(again), hidden_of(other))

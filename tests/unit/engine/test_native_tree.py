@@ -366,6 +366,8 @@ class TreeWithSequences(RuleBasedStateMachine):
         assert [self.pool.references(page) for page in range(self.pool.total)] == counts
         assert self.pool.free == counts.count(0)
         assert self.tree.pages == len(self.model.pages)
+        assert np.flatnonzero(self.tree.references).tolist() == sorted(self.model.pages.values())
+        assert self.tree.references.max() <= 1
 
     def teardown(self) -> None:
         for _, pages in self.running:

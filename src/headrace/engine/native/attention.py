@@ -2,6 +2,8 @@
 
 Shape letters: T tokens of the pass, H query heads, G key/value heads, Q query heads per key/value head,
 D head size, B sequences of a group, L tokens of a group's gathered pages.
+
+Beyond a sequence's end its pages hold what others left there, and that may be no number: it must not matter.
 """
 
 from __future__ import annotations
@@ -51,6 +53,8 @@ class _Suffixes:
     """(B, new tokens) false at padding."""
     sees: Tensor
     """(B, 1, new tokens, L)."""
+    beyond: Tensor
+    """For `KvCache.gather_keys`."""
 
 
 class SuffixContext:
@@ -78,7 +82,8 @@ class SuffixContext:
             sizes = np.array([new[i] for i in members])[:, None]
             queries = starts[members][:, None] + np.minimum(offsets, sizes - 1)
             query_positions = np.array([cached[i] for i in members])[:, None] + np.minimum(offsets, sizes - 1)
-            sees = np.arange(pages * kv.page_size) <= query_positions[:, :, None]
+            places = np.arange(pages * kv.page_size)
+            sees = places <= query_positions[:, :, None]
             self._groups.append(
                 _Suffixes(
                     pages=kv.page_index(padded),
@@ -86,6 +91,7 @@ class SuffixContext:
                     queries=torch.from_numpy(queries).to(kv.device),
                     real=torch.from_numpy(offsets < sizes).to(kv.device),
                     sees=torch.from_numpy(sees).to(kv.device)[:, None],
+                    beyond=_beyond(places > query_positions[:, -1:], kv),
                 )
             )
 
@@ -93,8 +99,9 @@ class SuffixContext:
         self._kv.write(layer, self._rows, k_tgd, v_tgd)
         out_thd = torch.empty_like(q_thd)
         for group in self._groups:
-            keys = self._kv.gather_keys(layer, group.pages, group.sequences).transpose(0, 1)
-            values = self._kv.gather_values(layer, group.pages, group.sequences).transpose(0, 1)
+            pages = (group.pages, group.sequences, group.beyond)
+            keys = self._kv.gather_keys(layer, *pages).transpose(0, 1)
+            values = self._kv.gather_values(layer, *pages).transpose(0, 1)
             queries = q_thd[group.queries].transpose(1, 2)
             attended = F.scaled_dot_product_attention(
                 queries, keys, values, attn_mask=group.sees, enable_gqa=queries.shape[1] != keys.shape[1]
@@ -111,6 +118,8 @@ class _Rows:
     """For `KvCache.gather_keys`."""
     bias: Tensor
     """(G·B, 1, L): 0 where a row sees a key, -inf elsewhere."""
+    beyond: Tensor | None
+    """For `KvCache.gather_keys`. None: see whether it matters first."""
 
 
 class DecodeContext:
@@ -119,6 +128,8 @@ class DecodeContext:
 
     def __init__(self, kv: KvCache, tables: np.ndarray, positions: np.ndarray, writes: np.ndarray):
         self._kv = kv
+        # A third faster than scaled_dot_product_attention for small float32 rows on a CPU.
+        self._by_products = kv.device.type == "cpu" and kv.dtype == torch.float32
         count = len(positions)
         size = kv.page_size
         self._rows = kv.row_index(tables[np.arange(count), positions // size], positions, writes)
@@ -127,7 +138,8 @@ class DecodeContext:
             seen = np.arange(pages * size) <= positions[first:last, None]
             bias = np.where(seen, np.float32(0), np.float32(-math.inf))[:, None]
             repeated = torch.from_numpy(bias).to(kv.device, kv.dtype).repeat(kv.heads, 1, 1)
-            self._groups.append(_Rows(first, last, kv.page_index(tables[first:last, :pages]), repeated))
+            beyond = None if self._by_products else _beyond(~seen, kv)
+            self._groups.append(_Rows(first, last, kv.page_index(tables[first:last, :pages]), repeated, beyond))
 
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         self._kv.write(layer, self._rows, k_tgd, v_tgd)
@@ -139,18 +151,32 @@ class DecodeContext:
         return out_gbqd.transpose(0, 1).reshape(tokens, heads, dim)
 
     def _group(self, layer: int, group: _Rows, q_gbqd: Tensor) -> Tensor:
-        sequences = group.last - group.first
-        keys = self._kv.gather_keys(layer, group.pages, sequences)
-        if keys.device.type != "cpu" or keys.dtype != torch.float32:
-            values = self._kv.gather_values(layer, group.pages, sequences)
-            bias = group.bias.view(self._kv.heads, sequences, 1, -1).expand(-1, -1, q_gbqd.shape[2], -1)
-            return F.scaled_dot_product_attention(q_gbqd, keys, values, attn_mask=bias)
-        # A third faster than scaled_dot_product_attention for small float32 rows on a CPU.
+        if self._by_products:
+            return self._products(layer, group, q_gbqd)
+        pages = (group.pages, group.last - group.first, group.beyond)
+        keys, values = self._kv.gather_keys(layer, *pages), self._kv.gather_values(layer, *pages)
+        bias = group.bias.view(*keys.shape[:2], 1, -1).expand(-1, -1, q_gbqd.shape[2], -1)
+        return F.scaled_dot_product_attention(q_gbqd, keys, values, attn_mask=bias)
+
+    def _products(self, layer: int, group: _Rows, q_gbqd: Tensor) -> Tensor:
+        pages = (group.pages, group.last - group.first, group.beyond)
         queries = q_gbqd.reshape(-1, *q_gbqd.shape[2:])
         scale = 1 / math.sqrt(queries.shape[-1])
-        scores = torch.baddbmm(group.bias, queries, keys.flatten(0, 1).transpose(1, 2), alpha=scale)
-        values = self._kv.gather_values(layer, group.pages, sequences)
-        return torch.bmm(torch.softmax(scores, -1), values.flatten(0, 1)).view(q_gbqd.shape)
+        keys = self._kv.gather_keys(layer, *pages).flatten(0, 1)
+        scores = torch.baddbmm(group.bias, queries, keys.transpose(1, 2), alpha=scale)
+        values = self._kv.gather_values(layer, *pages).flatten(0, 1)
+        out = torch.bmm(torch.softmax(scores, -1), values).view(q_gbqd.shape)
+        if group.beyond is None and math.isnan(out.sum()):
+            # What is no number stays none when -inf is added to it, and when it is multiplied by zero. It is rare,
+            # and to look for it costs a tenth of writing zeros each time.
+            group.beyond = torch.isinf(group.bias).flatten().nonzero().flatten()
+            return self._products(layer, group, q_gbqd)
+        return out
+
+
+def _beyond(beyond_bl: np.ndarray, kv: KvCache) -> Tensor:
+    """The rows of a gathering, all heads, that are marked for its sequences."""
+    return torch.from_numpy(np.flatnonzero(np.tile(beyond_bl, (kv.heads, 1)))).to(kv.device)
 
 
 def group_rows(pages: np.ndarray, page_bytes: int, device: str) -> list[tuple[int, int, int]]:

@@ -36,6 +36,10 @@ class PagePool:
     def references(self, page: int) -> int:
         return int(self._references[page])
 
+    def in_use_only(self, references: np.ndarray) -> np.ndarray:
+        """Bool, of every page: whether it is in use, and these references to each are all there are."""
+        return (self._references > 0) & (self._references == references)
+
 
 def pages_for(tokens: int, page_size: int) -> int:
     return -(-tokens // page_size)

@@ -5,8 +5,10 @@ first, up to `prefill_tokens`. What others have computed is shared: full pages a
 as a copy. Of several waiting sequences with one prompt the first computes it; the others wait for that and sample
 their first token from the same logits.
 
-When pages run out, kept beginnings go first, then pages held for forks, then the youngest running sequence
-gives way. Nothing waits for ever: a sequence alone can evict everything else, and one of full length fits.
+When pages run out, kept beginnings go first, then what ended sequences hold for forks. One that would enter waits
+for what runs then; to go on with that, what waiting forks share goes next, and then the youngest running sequence
+gives way. Nothing goes that frees no page. Nothing waits for ever: a sequence alone can evict everything else, and
+one of full length fits.
 """
 
 from __future__ import annotations
@@ -168,28 +170,22 @@ class Scheduler:
         self, sequence: Sequence, version: int, sources: list[int], targets: list[int], borrowed: list[int]
     ) -> bool:
         full, tail_page, cached = self._found(sequence, version)
+        tail = np.array([] if tail_page is None else [tail_page], np.int64)
         self.pool.share(full)
-        if tail_page is not None:
-            self.pool.share(np.array([tail_page]))
+        self.pool.share(tail)
         missing = pages_for(sequence.length, self.page_size) - len(full)
         reserve = self.slots.running // RUNNING_PER_RESERVED_PAGE
-        if not self.slots.running:
-            while not self._room(missing) and self._drop_held():
-                pass
-        if not self.slots.running and not self._room(missing):
-            # One that needs the whole cache has no room for what it would copy, or for more than it uses of a fork.
+        if not self._room_to_enter(missing + reserve):
             self.pool.release(full)
-            if tail_page is not None:
-                self.pool.release(np.array([tail_page]))
+            self.pool.release(tail)
+            if self.slots.running:
+                return False
+            # One that needs the whole cache has no room for what it would copy, or for more than it uses of a fork.
             self._abandon(sequence)
-            self.forget_beginnings()
             full, tail_page, cached = full[:0], None, 0
             missing = pages_for(sequence.length, self.page_size)
-        if not self._room(missing + reserve) and not (not self.slots.running and self._room(missing)):
-            self.pool.release(full)
-            if tail_page is not None:
-                self.pool.release(np.array([tail_page]))
-            return False
+            if not self._room_to_enter(missing):
+                return False
         own = self.pool.take(missing)
         if tail_page is not None:
             sources.append(tail_page)
@@ -241,7 +237,7 @@ class Scheduler:
             rows = rows[slots.length[rows] > slots.num_pages[rows] * self.page_size]
             if self._room(len(rows)):
                 break
-            if self._settle() or self.tree.prune() or self._drop_held():
+            if self._settle() or self._drop_held(forks_too=True):
                 continue
             if slots.running == 1:
                 raise HeadraceError("the KV cache holds one sequence of max_context", self.pool.total)
@@ -252,21 +248,52 @@ class Scheduler:
         return preempted
 
     def _room(self, pages: int) -> bool:
-        """Whether so many pages are free, once enough kept beginnings are evicted."""
+        """Whether so many pages are free, once kept beginnings went; all stay where that would not be enough."""
         missing = pages - self.pool.free
-        return missing <= 0 or self.tree.evict(missing) >= missing
+        if missing <= 0:
+            return True
+        if missing > self.pool.in_use_only(self.tree.references).sum():
+            return False
+        if self.tree.evict(missing) < missing:
+            # What nobody uses led to what is in use.
+            self.tree.prune()
+        return True
 
-    def _drop_held(self) -> bool:
-        """Release the pages kept for one fork or one ended sequence; False when there are none."""
-        for sequence in self.queue:
-            if sequence.shared is not None:
-                self._abandon(sequence)
-                return True
-        for sequence in self.held.values():
-            if sequence.shared is not None:
-                self._give_up(sequence)
-                return True
+    def _room_to_enter(self, pages: int) -> bool:
+        """Likewise once pages held for forks went, too: by what has ended or, where nothing runs, by forks."""
+        if self._room(pages):
+            return True
+        forks_too = not self.slots.running
+        if pages - self.pool.free > self._freed_by(self._held(forks_too)).sum():
+            return False
+        while not self._room(pages):
+            if not self._drop_held(forks_too=forks_too):
+                return False
+        return True
+
+    def _drop_held(self, *, forks_too: bool) -> bool:
+        """Release the pages of an ended sequence, or else of a waiting fork: of one that has a page which only such
+        and the kept beginnings have. False where there is none."""
+        for holders in (self._held(), self._held(forks_too)):
+            freed = self._freed_by(holders)
+            for sequence, pages in holders:
+                if freed[pages].any():
+                    self._abandon(sequence)
+                    return True
         return False
+
+    def _held(self, forks_too: bool = False) -> list[tuple[Sequence, np.ndarray]]:
+        """Who could do without its pages, and those: what ended first, …, the fork that is to be admitted next."""
+        forks = reversed(self.queue) if forks_too else ()
+        holders = (*self.held.values(), *forks)
+        return [(sequence, sequence.shared.pages) for sequence in holders if sequence.shared is not None]
+
+    def _freed_by(self, holders: list[tuple[Sequence, np.ndarray]]) -> np.ndarray:
+        """Bool, of every page: whether it is free once these and the kept beginnings have given it up."""
+        references = self.tree.references.copy()
+        for _, pages in holders:
+            references[pages] += 1
+        return self.pool.in_use_only(references)
 
     def _abandon(self, sequence: Sequence) -> None:
         """Let a waiting fork, or those of a held sequence, compute its whole context itself."""
@@ -295,8 +322,7 @@ class Scheduler:
         """Have no page in use: the cache is gone. Nothing may be under way."""
         for slot in self.by_age():
             self.lose_cache(slot, "sleep")
-        while self._drop_held():
-            pass
+        self.give_up_shared(lambda sequence: True)
         self.forget_beginnings()
 
     def release(self, slot: int, *, hold: bool = False) -> Sequence:

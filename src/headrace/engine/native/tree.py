@@ -60,6 +60,8 @@ class PageTree:
         self._leaves_in_use: list[_Node] = []
         self.pages = 0
         """Held now."""
+        self.references = np.zeros(pool.total, np.int64)
+        """To every page of the pool: 1 where it is held."""
 
     def match(self, tokens: np.ndarray) -> Match:
         """The longest beginning of `tokens` in the tree, which counts as a use of it.
@@ -124,8 +126,7 @@ class PageTree:
             else:
                 self._drop(node)
                 freed.append(node.page)
-        self.pages -= len(freed)
-        self._pool.release(np.array(freed, np.int64))
+        self._release(freed)
         return len(freed)
 
     def prune(self) -> int:
@@ -149,8 +150,7 @@ class PageTree:
             nodes += node.children
             if not node.children and node is not self._root:
                 self._queue(node)
-        self.pages -= len(pages)
-        self._pool.release(np.array(pages, np.int64))
+        self._release(pages)
         return self._pool.free - free
 
     def clear(self) -> None:
@@ -164,19 +164,21 @@ class PageTree:
             node.children = []
         self._leaves.clear()
         self._leaves_in_use.clear()
-        self.pages = 0
-        self._pool.release(np.array(pages, np.int64))
+        self._release(pages)
 
     def _lengthen(self, node: _Node, key: bytes, page: np.ndarray) -> None:
         """Let a partly filled node be the page of `key`, which begins with its tokens."""
         # In this order it may be the page that the node has.
         self._pool.share(page)
         self._pool.release(np.array([node.page]))
+        self.references[node.page] = 0
+        self.references[page] = 1
         node.key, node.page = key, int(page[0])
 
     def _grow(self, node: _Node, at: int, data: bytes, pages: np.ndarray) -> None:
         """Add a branch of `pages` as the node's child number `at`."""
         self._pool.share(pages)
+        self.references[pages] = 1
         self.pages += len(pages)
         for start, page in zip(range(0, len(data), self._page_bytes), pages.tolist(), strict=True):
             child = _Node(data[start : start + self._page_bytes], page, node)
@@ -192,6 +194,12 @@ class PageTree:
         parent.last_use = max(parent.last_use, leaf.last_use)
         if not parent.children and parent is not self._root:
             self._queue(parent)
+
+    def _release(self, pages: list[int]) -> None:
+        gone = np.array(pages, np.int64)
+        self.references[gone] = 0
+        self.pages -= len(gone)
+        self._pool.release(gone)
 
     def _use(self, node: _Node) -> None:
         """Note a use of the node and of all that leads to it, at the node alone: they outlive it."""
