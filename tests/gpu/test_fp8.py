@@ -95,10 +95,10 @@ def test_pages_of_float8_are_copied():
         for tensor in kv.layer(layer):
             tensor.view(torch.uint8).copy_(torch.arange(tensor.numel(), device=CUDA).view_as(tensor) % 97)
     before = [tensor.view(torch.uint8).clone() for layer in range(3) for tensor in kv.layer(layer)]
-    kv.copy([2, 5], [5, 0])
+    kv.copy([2, 5], [6, 0])
     for tensor, old in zip((t for layer in range(3) for t in kv.layer(layer)), before, strict=True):
         bits = tensor.view(torch.uint8)
-        assert torch.equal(bits[:, 5], old[:, 2])
+        assert torch.equal(bits[:, 6], old[:, 2])
         assert torch.equal(bits[:, 0], old[:, 5])
         assert torch.equal(bits[:, 1], old[:, 1])
 
