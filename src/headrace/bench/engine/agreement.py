@@ -111,22 +111,10 @@ def ask(
 ) -> tuple[list[dict[str, Any]], dict[str, float]]:
     """(rows, figures): as `measure`, fast, for a trained model; `name` is that of the engine's settings."""
     shape, trainer, prompts, size = taught
-    longest = size.prompt_tokens + size.tokens
-    engine = drive.make_engine(
-        shape,
-        device,
-        running=size.prompts,
-        context=longest,
-        cache_tokens=size.prompts * (longest + drive.SPARE_TOKENS),
-        seed=seed,
-        **settings,
-    )
+    engine = _engine(shape, device, size, seed, settings)
     copy_into_standby(engine, dict(trainer.named_parameters()))
     engine.swap(engine.version + 1, "keep")
-    drive.add(engine, prompts, [size.tokens] * len(prompts))
-    turns: list[Turn] = []
-    while engine.has_work:
-        turns += [turn for _, turn in engine.step()]
+    turns = _sampled(engine, prompts, size)
     theirs, entropy = recompute(trainer, turns, device)
     apart = np.abs(np.concatenate([turn.logprobs for turn in turns]) - theirs)
     row: dict[str, Any] = {
@@ -239,8 +227,26 @@ def sample_sharp(
     sharper, so the search goes on over samples.
     """
     trainer = random_weights(config_of(shape), device, seed, ops)
+    engine = _engine(shape, device, size, seed, settings)
+    rng = np.random.default_rng(seed)
+    prompts = drive.random_prompts(rng, config_of(shape).vocab_size, size.prompts, size.prompt_tokens)
+    scale = scale_for_entropy(trainer, prompts[:TURNS_PER_PASS], TARGET_ENTROPY)
+    low, high, entropy = 0.0, math.inf, math.nan
+    for _ in range(TRIES):
+        _set_final_norm(trainer, engine, scale)
+        turns = _sampled(engine, prompts, size)
+        logprobs, entropy = recompute(trainer, turns, device)
+        if LEAST_ENTROPY <= entropy <= MOST_ENTROPY:
+            return turns, logprobs, entropy
+        low, high = (scale, high) if entropy > MOST_ENTROPY else (low, scale)
+        scale = math.sqrt(low * high) if low and high < math.inf else (1.25 * low or high / 1.25)
+    raise HeadraceError(f"some scale gives an entropy of {LEAST_ENTROPY} to {MOST_ENTROPY} nats", entropy)
+
+
+def _engine(shape: str, device: torch.device, size: Sample, seed: int, settings: dict[str, Any]) -> NativeEngine:
+    """With room for all of the sample at once."""
     longest = size.prompt_tokens + size.tokens
-    engine = drive.make_engine(
+    return drive.make_engine(
         shape,
         device,
         running=size.prompts,
@@ -249,22 +255,14 @@ def sample_sharp(
         seed=seed,
         **settings,
     )
-    rng = np.random.default_rng(seed)
-    prompts = drive.random_prompts(rng, config_of(shape).vocab_size, size.prompts, size.prompt_tokens)
-    scale = scale_for_entropy(trainer, prompts[:TURNS_PER_PASS], TARGET_ENTROPY)
-    low, high, entropy = 0.0, math.inf, math.nan
-    for _ in range(TRIES):
-        _set_final_norm(trainer, engine, scale)
-        drive.add(engine, prompts, [size.tokens] * len(prompts))
-        turns: list[Turn] = []
-        while engine.has_work:
-            turns += [turn for _, turn in engine.step()]
-        logprobs, entropy = recompute(trainer, turns, device)
-        if LEAST_ENTROPY <= entropy <= MOST_ENTROPY:
-            return turns, logprobs, entropy
-        low, high = (scale, high) if entropy > MOST_ENTROPY else (low, scale)
-        scale = math.sqrt(low * high) if low and high < math.inf else (1.25 * low or high / 1.25)
-    raise HeadraceError(f"some scale gives an entropy of {LEAST_ENTROPY} to {MOST_ENTROPY} nats", entropy)
+
+
+def _sampled(engine: NativeEngine, prompts: Sequence[np.ndarray], size: Sample) -> list[Turn]:
+    drive.add(engine, prompts, [size.tokens] * len(prompts))
+    turns: list[Turn] = []
+    while engine.has_work:
+        turns += [turn for _, turn in engine.step()]
+    return turns
 
 
 def _set_final_norm(trainer: CausalLM, engine: NativeEngine, scale: float) -> None:
