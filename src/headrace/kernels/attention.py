@@ -2,8 +2,9 @@
 
 The work is a list of items, one row of int32 each, made by `decode_items` and `chunk_items` on the host:
 
-    token  count  position  first  last  place  part
-      │      │       │        └──────┴── keys [first, last) of the sequence are read
+    token  count  position  first  last  place  part  whole
+      │      │       │        └──────┴── keys [first, last) of the sequence are read; whole: where its last tile
+      │      │       │                   begins, if the keys do not fill that one (`kernels.decode`)
       │      │       └─ position of the first query; query i sees keys up to position + i
       │      └─ consecutive queries of one sequence; 0: nothing to do
       └─ row of the first query                 place: row of the page table, or first row of packed keys
@@ -31,7 +32,7 @@ from torch import Tensor
 from headrace.kernels import launch
 
 ITEM = 8
-"""int32 numbers of an item; the last is unused."""
+"""int32 numbers of an item."""
 MERGE = 4
 """int32 numbers of a merge: token, first part, parts, unused. No parts: nothing to do."""
 LEAST_SPLIT = 256
@@ -214,7 +215,7 @@ def decode_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(items, merges) of one query per sequence, tokens 0 … B-1: at most B + `extra` items, `extra` merges.
 
-    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size.
+    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size, in tiles of `keys`.
     """
     count = len(lengths)
     items, merges = np.zeros((count + extra, ITEM), np.int32), np.zeros((extra, MERGE), np.int32)
@@ -232,6 +233,7 @@ def decode_items(
     items[: len(row), 4] = np.minimum((within + 1) * chunk, lengths[row])
     items[: len(row), 5] = places[row]
     items[: len(row), 6] = np.where(splits[row] > 1, np.arange(len(row)), -1)
+    items[: len(row), 7] = items[: len(row), 4] - (items[: len(row), 4] - items[: len(row), 3]) % keys
     split = np.flatnonzero(splits > 1)
     merges[: len(split), 0] = split
     merges[: len(split), 1] = starts[split]

@@ -117,6 +117,9 @@ class ExactOps:
             return forward.attend(q, keys, values, work)
         return context.attend(layer, q, k, v)
 
+    def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        return self.gated_silu(*self.linears(x, (gate, up)))
+
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         out: Tensor = GatedSilu.apply(self._forward(gate), gate, up)
         return out

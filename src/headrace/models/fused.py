@@ -42,8 +42,7 @@ class FusedOps(ReferenceOps):
 
     def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         """Column views of one product where the layers are plain and side by side in memory."""
-        plain = [layer for layer in layers if type(layer) is nn.Linear]
-        weight = side_by_side([layer.weight for layer in plain]) if len(plain) == len(layers) else None
+        plain, weight = _together(layers)
         if weight is None:
             return super().linears(x, layers)
         biases = [layer.bias for layer in plain if layer.bias is not None]
@@ -77,9 +76,24 @@ class FusedOps(ReferenceOps):
         q, k = rotate(q, k, rotation)
         return context.attend(layer, q, k, v)
 
+    def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        """One product where the layers are plain, without biases and side by side in memory; perhaps one kernel."""
+        plain, weight = _together((gate, up))
+        if weight is None or any(layer.bias is not None for layer in plain):
+            return super().gated(x, gate, up)
+        _refuse_gradients(x, weight)
+        return self._products.gated(x, weight)
+
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         _refuse_gradients(gate, up)
         return gated_silu(gate, up)
+
+
+def _together(layers: Sequence[nn.Module]) -> tuple[list[nn.Linear], Tensor | None]:
+    """(the plain ones, all layers' weight in one if all are plain and side by side)."""
+    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    weight = side_by_side([layer.weight for layer in plain]) if len(plain) == len(layers) else None
+    return plain, weight
 
 
 def _refuse_gradients(*tensors: Tensor | None) -> None:

@@ -74,6 +74,10 @@ class Ops(Protocol):
         """
         ...
 
+    def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        """silu(gate(x)) · up(x). The layers are as for `linears`."""
+        ...
+
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         """silu(gate) · up."""
         ...
@@ -134,6 +138,9 @@ class ReferenceOps:
             q, k = self.rms_norm(q, q_norm, eps), self.rms_norm(k, k_norm, eps)
         q, k = self.rope(q, k, cos, sin)
         return context.attend(layer, q, k, v)
+
+    def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        return self.gated_silu(*self.linears(x, (gate, up)))
 
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from headrace.kernels import attention as kernels
+from headrace.kernels import decode, hopper_decode
 from headrace.models.quantized import FLOAT8, to_float8
 
 
@@ -15,7 +16,8 @@ class PagedContext:
     """A `CacheContext`. The pass's first tokens are single queries, the others chunks; both as lists of items.
 
     `layer` gives a layer's (keys, values), (G, N, S, D) each. With `invariant` the result of a token does not
-    depend on what else is in the pass, bit for bit; then no sequence may be split over items.
+    depend on what else is in the pass, bit for bit; then no sequence may be split over items. `turns` is for
+    `hopper_decode.attend_single`.
     """
 
     def __init__(
@@ -26,12 +28,13 @@ class PagedContext:
         single: Tensor,
         merges: Tensor,
         chunks: Tensor,
+        turns: Tensor,
         *,
         invariant: bool = False,
     ):
         self._layer, self._table, self.rows = layer, table, rows
         self._single, self._merges, self._chunks = single, merges, chunks
-        self._invariant = invariant
+        self._turns, self._invariant = turns, invariant
         self._partial: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def keys(self, layer: int) -> Tensor:
@@ -55,12 +58,24 @@ class PagedContext:
     def attend_cached(self, layer: int, q_thd: Tensor) -> Tensor:
         out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
         cache = kernels.Cache.paged(*self._layer(layer))
-        scratch, tile = self._scratch(q_thd), self._single_tile(q_thd.shape[1], cache.keys.shape[0])
-        kernels.attend(q_thd, cache, self._table, self._single, out_thd, tile, *scratch)
-        self._merge(out_thd)
+        self._attend_single(q_thd, cache, out_thd)
         chunk = kernels.INVARIANT if self._invariant else kernels.CHUNK
         kernels.attend(q_thd, cache, self._table, self._chunks, out_thd, chunk)
         return out_thd
+
+    def _attend_single(self, q_thd: Tensor, cache: kernels.Cache, out_thd: Tensor) -> None:
+        scratch = self._scratch(q_thd)
+        if not self._invariant and hopper_decode.serves(q_thd, cache):
+            settled = not len(self._chunks)
+            hopper_decode.attend_single(
+                q_thd, cache, self._table, self._single, out_thd, self._turns, *scratch, settled=settled
+            )
+        elif not self._invariant and cache.keys.dtype == FLOAT8 and decode.serves(q_thd, cache):
+            decode.attend_single(q_thd, cache, self._table, self._single, out_thd, *scratch)
+        else:
+            tile = self._single_tile(q_thd.shape[1], cache.keys.shape[0])
+            kernels.attend(q_thd, cache, self._table, self._single, out_thd, tile, *scratch)
+        self._merge(out_thd)
 
     def _single_tile(self, heads: int, groups: int) -> kernels.Tile:
         if self._invariant:

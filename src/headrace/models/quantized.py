@@ -97,6 +97,9 @@ class Fp8Ops(ReferenceOps):
             return [self._alone(x, layer) for layer in layers]
         return _with_biases(self._product(x, rows), plain)
 
+    def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        return self.gated_silu(*self.linears(x, (gate, up)))
+
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, layer: int, context: AttentionContext
     ) -> Tensor:

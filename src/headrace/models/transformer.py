@@ -61,8 +61,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
 
     def forward(self, x_td: Tensor) -> Tensor:
-        gate, up = self.ops.linears(x_td, (self.gate_proj, self.up_proj))
-        return project(self.ops, self.ops.gated_silu(gate, up), self.down_proj)
+        return project(self.ops, self.ops.gated(x_td, self.gate_proj, self.up_proj), self.down_proj)
 
 
 class DecoderLayer(nn.Module):

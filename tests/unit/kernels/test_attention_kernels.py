@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from headrace.kernels import attention as A
+from headrace.kernels import decode as D
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
@@ -45,12 +46,21 @@ class Case:
         items, merges = A.decode_items(self.lengths, self.places, extra, tile.keys)
         return self.run(q, items, tile, merges)
 
+    def decode_single(self, q, extra):
+        keys = D.tile_keys(self.keys.shape[2])
+        items, merges = A.decode_items(self.lengths, self.places, extra, keys)
+        return self.run(q, items, None, merges)
+
     def run(self, q, items, tile, merges=None):
         out = torch.full_like(q, float("nan"))
         partial = torch.full((len(items), self.heads, self.dim), float("nan"), device=DEVICE)
         statistics = torch.full((len(items), self.heads, 2), float("nan"), device=DEVICE)
         cache = A.Cache.paged(self.keys, self.values)
-        A.attend(q, cache, self.device_table, torch.from_numpy(items).to(DEVICE), out, tile, partial, statistics)
+        items = torch.from_numpy(items).to(DEVICE)
+        if tile is None:
+            D.attend_single(q, cache, self.device_table, items, out, partial, statistics)
+        else:
+            A.attend(q, cache, self.device_table, items, out, tile, partial, statistics)
         if merges is not None:
             A.merge(torch.from_numpy(merges).to(DEVICE), partial, statistics, out)
         return out
@@ -58,7 +68,7 @@ class Case:
 
 def close(a, b):
     # A weight times a value is rounded to the inputs' type before it is summed.
-    limit = 2e-5 if a.dtype == torch.float32 else 2e-2
+    limit = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}[a.dtype]
     assert not torch.isnan(a).any()
     assert (a - b).abs().max() <= limit
 
@@ -75,6 +85,41 @@ def test_one_query_per_sequence_over_pages(shape, extra, tile, dtype):
     case = Case(1, lengths=[1, 63, 64, 65, 700, 3], heads=heads, groups=groups, dim=dim, page=page, dtype=dtype)
     q = case.queries(6)
     close(case.decode(q, extra, tile), case.expected(q, case.places, case.lengths - 1))
+
+
+HALF = [torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(
+    "shape", [(8, 2, 32, 16), (16, 1, 64, 64), (10, 2, 80, 32), (32, 8, 128, 64), (2, 2, 16, 128)]
+)
+@pytest.mark.parametrize("extra", [0, 5])
+def test_the_kernel_for_single_queries_over_pages(shape, extra, dtype):
+    heads, groups, dim, page = shape
+    lengths = [1, 16, 63, 64, 65, 700, 1003]
+    case = Case(1, lengths=lengths, heads=heads, groups=groups, dim=dim, page=page, dtype=dtype)
+    q = case.queries(len(lengths))
+    close(case.decode_single(q, extra), case.expected(q, case.places, case.lengths - 1))
+
+
+def test_what_lies_behind_a_sequence_s_end_is_not_seen_even_if_it_is_no_number():
+    case = Case(4, lengths=[5, 70, 131], heads=4, groups=2, dim=32, page=64, dtype=torch.float16)
+    q = case.queries(3)
+    expected = case.expected(q, case.places, case.lengths - 1)
+    for length, place in zip(case.lengths, case.places, strict=True):
+        last = int(case.table[place, (length - 1) // 64])
+        for cache in (case.keys, case.values):
+            cache[:, last, (length - 1) % 64 + 1 :] = float("nan")
+    close(case.decode_single(q, 0), expected)
+
+
+def test_which_caches_the_kernel_for_single_queries_serves():
+    assert [D.tile_keys(page) for page in (8, 16, 24, 32, 64, 96, 128)] == [0, 16, 0, 32, 64, 0, 64]
+    wide, narrow = (torch.empty(2, 3, 16, dim, dtype=torch.float16, device=DEVICE) for dim in (64, 36))
+    assert D.serves(torch.empty(1, 2, 64, dtype=torch.float16, device=DEVICE), A.Cache.paged(wide, wide))
+    assert not D.serves(torch.empty(1, 2, 36, dtype=torch.float16, device=DEVICE), A.Cache.paged(narrow, narrow))
+    assert not D.serves(torch.empty(1, 2, 64, device=DEVICE), A.Cache.paged(wide.float(), wide.float()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -31,6 +31,7 @@ from headrace.engine.native.staging import Copied, Layout, Staging
 from headrace.engine.native.weights import Weights
 from headrace.errors import ConfigError
 from headrace.kernels import attention as kernels
+from headrace.kernels.decode import tile_keys
 from headrace.kernels.inputs import prepare
 from headrace.kernels.sampler import Sampler, SamplerInputs, SamplerOutputs
 from headrace.kernels.truncation import expand_support
@@ -108,8 +109,10 @@ class GraphRunner:
             )
         self._queries_per_item = (kernels.INVARIANT if self._exact else kernels.CHUNK).rows // per_group
         self._extra = 0 if self._exact else -(-SPLIT_PROGRAMS // model.config.num_kv_heads)
+        self._tile_keys = tile_keys(kv.page_size) or kernels.DECODE.keys
         self._buckets = buckets(config.max_running)
         self._table = torch.zeros(slots.page_table.shape, dtype=torch.int32, device=self._device)
+        self._turns = torch.zeros(2, dtype=torch.int32, device=self._device)
         self._last_token = torch.zeros(slots.capacity, dtype=torch.int32, device=self._device)
         vocab = model.config.vocab_size
         self._sampler = Sampler(config.max_running, vocab, self._device, min(SUPPORT_CAPACITY, vocab))
@@ -181,6 +184,7 @@ class GraphRunner:
             given["single_items"],
             given["merges"],
             given["chunk_items"],
+            self._turns,
             invariant=self._exact,
         )
         hidden_td: Tensor = self._model(tokens, given["positions"], context)
@@ -264,7 +268,7 @@ class GraphRunner:
         if not self._extra or not len(plan.rows):
             return 0
         lengths = plan.positions + 1
-        if bucket >= FEW and lengths.max() <= kernels.split_size(lengths, self._extra):
+        if bucket >= FEW and lengths.max() <= kernels.split_size(lengths, self._extra, self._tile_keys):
             return 0
         return self._extra
 
@@ -312,7 +316,7 @@ class GraphRunner:
         home = slots.page_table[plan.rows, plan.positions // size] * size + plan.positions % size
         host["rows"][:count] = np.where(plan.writes, home, -1)
         if count:
-            items, merges = kernels.decode_items(plan.positions + 1, plan.rows, shape.extra)
+            items, merges = kernels.decode_items(plan.positions + 1, plan.rows, shape.extra, self._tile_keys)
             host["single_items"][: len(items)] = items
             host["merges"][:] = merges
         self._fill_chunks(host, shape, plan)

@@ -1,0 +1,103 @@
+"""Attention of single queries over pages of bfloat16 on Hopper: what a decode step spends most of its time on.
+
+Items, merges and the reference are those of `kernels.attention`; `hopper_decode.cu` says how it works. Inference
+only; safe to capture in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from ctypes import c_float, c_int, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import cuda, launch
+from headrace.kernels.attention import Cache
+
+KEYS = 64
+"""Of a tile: items are split at multiples of it, and pages hold a multiple of it."""
+BOX = 64
+"""Columns that are fetched at a time: 128 bytes."""
+MOST_QUERIES = 8
+"""Query heads of a key head."""
+SLICE = 16
+"""Keys that are fetched at a time at a sequence's end."""
+STAGES = {64: 6, 128: 3}
+"""Tiles of keys and values in a block's shared memory, by the size of a head."""
+BLOCKS, WARPS = 2, 3
+"""Of a multiprocessor, and of a block."""
+
+
+class Maps(ctypes.Structure):
+    _fields_ = tuple((name, cuda.TensorMap) for name in ("keys", "values", "key_slices", "value_slices"))
+
+
+def serves(q_thd: Tensor, cache: Cache) -> bool:
+    if not (q_thd.is_cuda and q_thd.dtype == cache.keys.dtype == torch.bfloat16 and cuda.available()):
+        return False
+    if torch.cuda.get_device_capability(q_thd.device)[0] != 9:
+        return False
+    _, heads, dim = q_thd.shape
+    whole = cache.page > 0 and cache.page % KEYS == 0 and cache.row == dim
+    return whole and dim in STAGES and heads // cache.keys.shape[0] <= MOST_QUERIES
+
+
+def attend_single(
+    q_thd: Tensor,
+    cache: Cache,
+    table: Tensor,
+    items: Tensor,
+    out_thd: Tensor,
+    turns: Tensor,
+    partial: Tensor | None = None,
+    statistics: Tensor | None = None,
+    *,
+    settled: bool = False,
+) -> None:
+    """As `attention.attend`, for items of one query each. For what `serves` accepts.
+
+    `turns`: two int32, zeros, that no other launch uses at the same time; they are zeros again afterwards.
+    `settled`: of what is read here, the kernel launched just before this one writes nothing but q and each
+    sequence's newest key and value.
+    """
+    _, heads, dim = q_thd.shape
+    groups = cache.keys.shape[0]
+    pieces = groups * len(items)
+    if not pieces:
+        return
+    rows = cache.keys.view(-1, dim), cache.values.view(-1, dim)
+    arguments = (
+        Maps(*(cuda.tensor_map(one, height, BOX) for height in (KEYS, SLICE) for one in rows)),
+        *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, out_thd)),
+        *(c_void_p((out_thd if one is None else one).data_ptr()) for one in (partial, statistics)),
+        c_void_p(turns.data_ptr()),
+        c_int(pieces),
+        *(c_int(number) for number in (q_thd.stride(0), out_thd.stride(0), cache.head // dim, table.stride(0))),
+        c_int(settled),
+        c_float(math.log2(math.e) / math.sqrt(dim)),
+    )
+    with torch.cuda.device(q_thd.device):
+        device = torch.cuda.current_device()
+        kernel = _kernel(dim, heads // groups, groups, cache.page, device)
+        blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
+        kernel.launch((min(pieces, blocks), 1, 1), 32 * WARPS, arguments, early=launch.early())
+
+
+@cache
+def _kernel(dim: int, queries: int, groups: int, page: int, device: int) -> cuda.Kernel:
+    """Of the current device, whose number `device` is."""
+    numbers = constants(dim, queries, groups, page)
+    shared_bytes = STAGES[dim] * 2 * KEYS * dim * 2 + 1024
+    return cuda.Kernel(source(), "attend_single", numbers, shared_bytes)
+
+
+def constants(dim: int, queries: int, groups: int, page: int) -> dict[str, int]:
+    return {"D": dim, "Q": queries, "GROUPS": groups, "PAGE": page, "STAGES": STAGES[dim]}
+
+
+def source() -> str:
+    return Path(__file__).with_suffix(".cu").read_text()

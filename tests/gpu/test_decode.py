@@ -1,0 +1,133 @@
+"""Attention of single queries by the kernel for Hopper, against a plain computation and under a graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from test_attention_kernels import Case, close
+
+from headrace.kernels import attention as A
+from headrace.kernels import hopper_decode as H
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(32, 8, 128, 64), (16, 8, 128, 64), (8, 1, 128, 128), (7, 1, 64, 64), (2, 2, 64, 192), (40, 8, 128, 64)]
+
+
+def attend(case: Case, q: torch.Tensor, extra: int, turns: torch.Tensor, *, settled: bool = True) -> torch.Tensor:
+    items, merges = A.decode_items(case.lengths, case.places, extra, H.KEYS)
+    out = torch.full_like(q, float("nan"))
+    partial = torch.full((len(items), case.heads, case.dim), float("nan"), device="cuda")
+    statistics = torch.full((len(items), case.heads, 2), float("nan"), device="cuda")
+    cache = A.Cache.paged(case.keys, case.values)
+    assert H.serves(q, cache)
+    device_items, device_merges = (torch.from_numpy(one).cuda() for one in (items, merges))
+    # Keys are fetched before the kernel before it has ended.
+    torch.cuda.synchronize()
+    H.attend_single(q, cache, case.device_table, device_items, out, turns, partial, statistics, settled=settled)
+    A.merge(device_merges, partial, statistics, out)
+    return out
+
+
+@pytest.fixture
+def turns() -> torch.Tensor:
+    return torch.zeros(2, dtype=torch.int32, device="cuda")
+
+
+@pytest.mark.parametrize("settled", [True, False])
+@pytest.mark.parametrize("extra", [0, 5, 64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_reference_over_pages(shape, extra, settled, turns):
+    heads, groups, dim, page = shape
+    lengths = [1, 2, 15, 16, 17, 48, 63, 64, 65, 127, 128, 129, 700, 1003, 5000]
+    case = Case(1, lengths=lengths, heads=heads, groups=groups, dim=dim, page=page, dtype=torch.bfloat16)
+    q = case.queries(len(lengths))
+    found = attend(case, q, extra, turns, settled=settled)
+    close(found, case.expected(q, case.places, case.lengths - 1))
+    assert turns.tolist() == [0, 0]
+
+
+def test_many_sequences_of_mixed_lengths(turns):
+    lengths = np.random.default_rng(0).integers(1, 900, 300)
+    case = Case(2, lengths=lengths, heads=32, groups=8, dim=128, page=64, dtype=torch.bfloat16)
+    q = case.queries(len(lengths))
+    expected = case.expected(q, case.places, case.lengths - 1)
+    for _ in range(20):
+        close(attend(case, q, 0, turns), expected)
+
+
+def test_what_lies_behind_the_end_is_not_seen_even_if_it_is_no_number(turns):
+    case = Case(4, lengths=[5, 16, 70, 131], heads=8, groups=2, dim=128, page=64, dtype=torch.bfloat16)
+    q = case.queries(4)
+    expected = case.expected(q, case.places, case.lengths - 1)
+    for length, place in zip(case.lengths, case.places, strict=True):
+        last = int(case.table[place, (length - 1) // 64])
+        for cache in (case.keys, case.values):
+            cache[:, last, (length - 1) % 64 + 1 :] = float("nan")
+    close(attend(case, q, 0, turns), expected)
+
+
+def test_scores_that_grow_and_shrink_by_orders_along_a_sequence(turns):
+    case = Case(5, lengths=[640, 640], heads=8, groups=2, dim=64, page=64, dtype=torch.bfloat16)
+    place = case.table[case.places[0]]
+    for i, page in enumerate(place[:10]):
+        case.keys[:, int(page)] *= 3.0 * i
+    for i, page in enumerate(case.table[case.places[1]][:10]):
+        case.keys[:, int(page)] *= 3.0 * (9 - i)
+    q = case.queries(2)
+    close(attend(case, q, 0, turns), case.expected(q, case.places, case.lengths - 1))
+
+
+def test_items_of_nothing_are_left_out(turns):
+    case = Case(6, lengths=[100, 200, 300], heads=8, groups=2, dim=128, page=64, dtype=torch.bfloat16)
+    q = case.queries(3)
+    items, _ = A.decode_items(case.lengths, case.places, 0, H.KEYS)
+    empty = np.zeros((200, A.ITEM), np.int32)
+    out = torch.full_like(q, float("nan"))
+    items = torch.from_numpy(np.concatenate([items[:2], empty])).cuda()
+    torch.cuda.synchronize()
+    H.attend_single(q, A.Cache.paged(case.keys, case.values), case.device_table, items, out, turns)
+    close(out[:2], case.expected(q, case.places, case.lengths - 1)[:2])
+    assert out[2].isnan().all()
+    assert turns.tolist() == [0, 0]
+
+
+def test_it_sees_what_the_kernel_before_it_writes(turns):
+    """In a graph the two overlap; the newest key is written by the first, the others lie there."""
+    case = Case(7, lengths=[257] * 64, heads=16, groups=8, dim=128, page=64, dtype=torch.bfloat16)
+    q, staged = case.queries(64), torch.zeros(64, 16, 128, device="cuda", dtype=torch.bfloat16)
+    rows = torch.tensor([int(case.table[place, 4]) * 64 for place in case.places], device="cuda")
+    new = torch.zeros(8, 64, 128, device="cuda", dtype=torch.bfloat16)
+    items = torch.from_numpy(A.decode_items(case.lengths, case.places, 0, H.KEYS)[0]).cuda()
+    cache, out = A.Cache.paged(case.keys, case.values), torch.empty_like(q)
+
+    def step() -> None:
+        q.copy_(staged)
+        for tensor in (case.keys, case.values):
+            tensor.view(8, -1, 128)[:, rows] = new
+        H.attend_single(q, cache, case.device_table, items, out, turns, settled=True)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        staged.normal_()
+        new.normal_()
+        torch.cuda.synchronize()
+        graph.replay()
+        close(out, case.expected(q, case.places, case.lengths - 1))
+
+
+def test_which_caches_it_serves():
+    def serves(heads: int, dim: int, page: int, dtype: torch.dtype = torch.bfloat16) -> bool:
+        keys = torch.empty(2, 3, page, dim, dtype=dtype, device="cuda")
+        return H.serves(torch.empty(1, heads, dim, dtype=dtype, device="cuda"), A.Cache.paged(keys, keys))
+
+    assert serves(4, 64, 64)
+    assert serves(16, 128, 192)
+    assert not serves(18, 128, 64)
+    assert not serves(4, 96, 64)
+    assert not serves(4, 64, 32)
+    assert not serves(4, 64, 64, torch.float16)
