@@ -68,6 +68,11 @@ class Task(Record):
 # ── Turn ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+LARGEST_INT32 = 2**31 - 1
+LEAST_SAMPLING = 1e-6
+"""Of temperature, top_p and min_p where they are above 0: what is smaller is meant to be 0, or a mistake."""
+
+
 class Sampling(Record):
     """The distribution a turn is sampled from: what is needed, with the logits, to recompute a log-prob."""
 
@@ -83,6 +88,23 @@ class Sampling(Record):
     @property
     def truncates(self) -> bool:
         return self.temperature == 0 or self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    def fault(self) -> tuple[str, float] | None:
+        """(rule, value) of a parameter that cannot be served, None if all can.
+
+        Devices compute in float32 and int32: there they must say the same of what is kept, and whether.
+        """
+        least, warmest = LEAST_SAMPLING, 1 / LEAST_SAMPLING
+        below_1 = self.top_p == 1 or bool(np.float32(self.top_p) < 1)
+        rules = [
+            (self.temperature == 0 or least <= self.temperature <= warmest, "temperature",
+             f"a temperature is 0 or lies in [{least}, {warmest:g}]"),
+            (0 <= self.top_k <= LARGEST_INT32, "top_k", f"top_k lies in [0, {LARGEST_INT32}]"),
+            (least <= self.top_p <= 1, "top_p", f"top_p lies in [{least}, 1]"),
+            (below_1, "top_p", "top_p is 1, or less than 1 in float32 too"),
+            (self.min_p == 0 or least <= self.min_p <= 1, "min_p", f"min_p is 0 or lies in [{least}, 1]"),
+        ]  # fmt: skip
+        return next(((rule, getattr(self, name)) for holds, name, rule in rules if not holds), None)
 
 
 class Support(Record):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+import msgspec
 from msgspec import Meta
 
 from headrace.config.base import Config
 from headrace.errors import ConfigError
+from headrace.records import Sampling
 
 
 class JsonlTasks(Config, tag="jsonl", tag_field="type"):
@@ -46,6 +48,13 @@ class SamplingConfig(Config):
     """0 keeps all tokens."""
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+
+    def check(self) -> None:
+        if (fault := self.sampling().fault()) is not None:
+            raise ConfigError(*fault, "choose one that a device can tell from 0 and 1")
+
+    def sampling(self) -> Sampling:
+        return Sampling(**msgspec.structs.asdict(self))
 
 
 class EnvironmentConfig(Config):

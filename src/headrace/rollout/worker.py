@@ -172,7 +172,7 @@ class WorkerRollouts:
 
     def __init__(self, pool: Pool, config: EnvironmentConfig):
         self._pool = pool
-        self._sampling = Sampling(**msgspec.structs.asdict(config.sampling))
+        self._sampling = config.sampling.sampling()
         self._running: dict[str, _Recorder] = {}
 
     async def tasks(self, config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:

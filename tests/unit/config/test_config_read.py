@@ -135,6 +135,8 @@ def test_contradicting_values_are_refused_by_the_node_that_holds_them(file: Path
     assert "training.min_group is at most training.group_size" in str(refusal(file, "training.min_group=9"))
     assert 'buffer.window belongs to buffer.order = "windowed"' in str(refusal(file, "buffer.window=64"))
     assert "buffer.depth holds at least one batch" in str(refusal(file, "buffer.depth=2"))
+    assert "a temperature is 0 or lies in" in str(refusal(file, "environment.sampling.temperature=1e-9"))
+    assert "less than 1 in float32 too" in str(refusal(file, "environment.sampling.top_p=0.99999999"))
 
 
 def test_malformed_toml_is_refused_with_its_line(file: Path) -> None:

@@ -9,11 +9,7 @@ import numpy as np
 
 from headrace.engine.base import SampleRequest, ScoreRequest
 from headrace.errors import EpisodeFailure
-from headrace.records import KvEvent, Sampling
-
-LARGEST_INT = 2**31 - 1
-LEAST = 1e-6
-"""Of temperature, top_p and min_p where they are above 0: what is smaller is meant to be 0, or a mistake."""
+from headrace.records import LARGEST_INT32, KvEvent, Sampling
 
 
 @dataclass(eq=False, slots=True)
@@ -86,8 +82,8 @@ def check_request(request: SampleRequest, *, vocab_size: int, max_context: int, 
     check_tokens(request.context, vocab_size, "a context", may_be_empty=request.fork_of is not None)
     _demand(request.max_tokens >= 1, "max_tokens is at least 1", request.max_tokens)
     check_sampling(request.sampling)
-    numbers = all(0 <= token <= LARGEST_INT for token in request.stop_tokens)
-    _demand(numbers, f"stop tokens lie in [0, {LARGEST_INT}]", request.stop_tokens)
+    numbers = all(0 <= token <= LARGEST_INT32 for token in request.stop_tokens)
+    _demand(numbers, f"stop tokens lie in [0, {LARGEST_INT32}]", request.stop_tokens)
     _demand(all(map(_is_text, request.stop_strings)), "a stop string is text, not empty", request.stop_strings)
     _demand(
         can_decode or not request.stop_strings,
@@ -111,7 +107,8 @@ def check_score(request: ScoreRequest, *, vocab_size: int, max_context: int) -> 
     """Raise EpisodeFailure for a request to score that cannot be served."""
     check_tokens(request.context, vocab_size, "a context")
     check_tokens(request.tokens, vocab_size, "what is scored")
-    _check_heat(request.temperature)
+    _demand(request.temperature != 0, "scores are of a temperature above 0", request.temperature)
+    check_sampling(Sampling(temperature=request.temperature))
     check_length(len(request.context) + len(request.tokens) - 1, max_context)
 
 
@@ -125,20 +122,8 @@ def check_tokens(tokens: object, vocab_size: int, what: str, *, may_be_empty: bo
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Also that float32 and int32, in which a device computes, say the same of it: what it keeps, and whether."""
-    if sampling.temperature != 0:
-        _check_heat(sampling.temperature)
-    _demand(0 <= sampling.top_k <= LARGEST_INT, f"top_k lies in [0, {LARGEST_INT}]", sampling.top_k)
-    _demand(LEAST <= sampling.top_p <= 1, f"top_p lies in [{LEAST}, 1]", sampling.top_p)
-    whole = sampling.top_p == 1 or bool(np.float32(sampling.top_p) < 1)
-    _demand(whole, "top_p is 1, or less than 1 in float32 too", sampling.top_p)
-    some = sampling.min_p == 0 or LEAST <= sampling.min_p <= 1
-    _demand(some, f"min_p is 0 or lies in [{LEAST}, 1]", sampling.min_p)
-
-
-def _check_heat(temperature: float) -> None:
-    warm = LEAST <= temperature <= 1 / LEAST
-    _demand(warm, f"a temperature above 0 lies in [{LEAST}, {1 / LEAST:g}]", temperature)
+    if (fault := sampling.fault()) is not None:
+        _demand(False, *fault)
 
 
 def _is_text(string: str) -> bool:
