@@ -9,6 +9,8 @@ from test_attention_kernels import Case, close
 
 from headrace.kernels import attention as A
 from headrace.kernels import hopper_decode as H
+from headrace.kernels.rotate import rotate_and_write
+from headrace.models import Rotation
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +42,7 @@ def turns() -> torch.Tensor:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_it_is_the_reference_over_pages(shape, extra, settled, turns):
     heads, groups, dim, page = shape
-    lengths = [1, 2, 15, 16, 17, 48, 63, 64, 65, 127, 128, 129, 700, 1003, 5000]
+    lengths = [1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 96, 127, 128, 129, 700, 1003, 5000]
     case = Case(1, lengths=lengths, heads=heads, groups=groups, dim=dim, page=page, dtype=torch.bfloat16)
     q = case.queries(len(lengths))
     found = attend(case, q, extra, turns, settled=settled)
@@ -58,8 +60,9 @@ def test_many_sequences_of_mixed_lengths(turns):
 
 
 def test_what_lies_behind_the_end_is_not_seen_even_if_it_is_no_number(turns):
-    case = Case(4, lengths=[5, 16, 70, 131], heads=8, groups=2, dim=128, page=64, dtype=torch.bfloat16)
-    q = case.queries(4)
+    lengths = [5, 16, 40, 49, 60, 70, 131, *np.random.default_rng(1).integers(1, 300, 300)]
+    case = Case(4, lengths=lengths, heads=8, groups=2, dim=128, page=64, dtype=torch.bfloat16)
+    q = case.queries(len(lengths))
     expected = case.expected(q, case.places, case.lengths - 1)
     for length, place in zip(case.lengths, case.places, strict=True):
         last = int(case.table[place, (length - 1) // 64])
@@ -94,30 +97,50 @@ def test_items_of_nothing_are_left_out(turns):
 
 
 def test_it_sees_what_the_kernel_before_it_writes(turns):
-    """In a graph the two overlap; the newest key is written by the first, the others lie there."""
+    """In a graph the two overlap: queries and the newest keys are written by the first, the others lie there."""
     case = Case(7, lengths=[257] * 64, heads=16, groups=8, dim=128, page=64, dtype=torch.bfloat16)
-    q, staged = case.queries(64), torch.zeros(64, 16, 128, device="cuda", dtype=torch.bfloat16)
-    rows = torch.tensor([int(case.table[place, 4]) * 64 for place in case.places], device="cuda")
-    new = torch.zeros(8, 64, 128, device="cuda", dtype=torch.bfloat16)
+    raw, k, v = (torch.empty(64, heads, 128, device="cuda", dtype=torch.bfloat16) for heads in (16, 8, 8))
+    rows = torch.tensor([int(case.table[place, 4]) * 64 for place in case.places], device="cuda", dtype=torch.int32)
+    cos, sin = (torch.full((64, 1, 128), value, device="cuda", dtype=torch.bfloat16) for value in (1.0, 0.0))
     items = torch.from_numpy(A.decode_items(case.lengths, case.places, 0, H.KEYS)[0]).cuda()
-    cache, out = A.Cache.paged(case.keys, case.values), torch.empty_like(q)
+    cache, out = A.Cache.paged(case.keys, case.values), torch.empty_like(raw)
 
     def step() -> None:
-        q.copy_(staged)
-        for tensor in (case.keys, case.values):
-            tensor.view(8, -1, 128)[:, rows] = new
+        q = rotate_and_write(raw, k, v, Rotation(cos, sin, None, None, 0.0), case.keys, case.values, rows)
         H.attend_single(q, cache, case.device_table, items, out, turns, settled=True)
 
     step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    for _ in range(20):
-        staged.normal_()
-        new.normal_()
+    for _ in range(50):
+        for tensor in (raw, k, v):
+            tensor.normal_()
         torch.cuda.synchronize()
         graph.replay()
-        close(out, case.expected(q, case.places, case.lengths - 1))
+        close(out, case.expected(raw, case.places, case.lengths - 1))
+
+
+def test_launches_after_each_other_share_the_counters(turns):
+    lengths = np.random.default_rng(3).integers(1, 600, 100)
+    case = Case(8, lengths=lengths, heads=32, groups=8, dim=128, page=64, dtype=torch.bfloat16)
+    q = case.queries(len(lengths))
+    items = torch.from_numpy(A.decode_items(case.lengths, case.places, 0, H.KEYS)[0]).cuda()
+    cache, outs = A.Cache.paged(case.keys, case.values), [torch.empty_like(q) for _ in range(4)]
+    torch.cuda.synchronize()
+    H.attend_single(q, cache, case.device_table, items, outs[0], turns)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for out in outs:
+            H.attend_single(q, cache, case.device_table, items, out, turns, settled=True)
+    expected = case.expected(q, case.places, case.lengths - 1)
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out in outs:
+            close(out, expected)
+    assert turns.tolist() == [0, 0]
 
 
 def test_which_caches_it_serves():

@@ -9,7 +9,7 @@ import ctypes
 import importlib.util
 from collections.abc import Iterator, Mapping
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint32, c_uint64, c_void_p
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class Kernel:
 
     def __init__(self, source: str, name: str, constants: Mapping[str, int], shared_bytes: int):
         self._shared_bytes = shared_bytes
+        # The driver works in the thread's context; this gives it one.
+        torch.cuda.mem_get_info()
         module, self._function = c_void_p(), c_void_p()
         _check("cuModuleLoadData", byref(module), compiled(source, constants, _architecture()))
         _check("cuModuleGetFunction", byref(self._function), module, name.encode())
@@ -73,15 +75,25 @@ def tensor_map(matrix: Tensor, rows: int, columns: int) -> TensorMap:
 
     Its rows begin at multiples of 16 bytes.
     """
+    return _tensor_map(matrix.data_ptr(), *matrix.shape, 2 * matrix.stride(0), rows, columns)
+
+
+@lru_cache(maxsize=4096)
+def _tensor_map(address: int, height: int, width: int, row_bytes: int, rows: int, columns: int) -> TensorMap:
     room = ctypes.create_string_buffer(_MAP_BYTES + _MAP_ALIGN)
     place = -(-ctypes.addressof(room) // _MAP_ALIGN) * _MAP_ALIGN
-    height, width = matrix.shape
     _check(
-        "cuTensorMapEncodeTiled", c_void_p(place), _BFLOAT16, 2, c_void_p(matrix.data_ptr()),
-        (c_uint64 * 2)(width, height), (c_uint64 * 1)(2 * matrix.stride(0)), (c_uint32 * 2)(columns, rows),
+        "cuTensorMapEncodeTiled", c_void_p(place), _BFLOAT16, 2, c_void_p(address),
+        (c_uint64 * 2)(width, height), (c_uint64 * 1)(row_bytes), (c_uint32 * 2)(columns, rows),
         (c_uint32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
     )  # fmt: skip
     return TensorMap.from_buffer_copy(ctypes.string_at(place, _MAP_BYTES))
+
+
+def source_of(file: str) -> str:
+    """A kernel's source beside this module, after what it asks of the device."""
+    folder = Path(__file__).parent
+    return (folder / "hopper.cuh").read_text() + (folder / file).read_text()
 
 
 @cache
@@ -95,19 +107,24 @@ def compiled(source: str, constants: Mapping[str, int], architecture: str) -> by
     if library is None:
         raise RuntimeError("there is no NVRTC to compile CUDA kernels with")
     program, size = c_void_p(), c_size_t()
+
+    def call(name: str, *arguments: Any) -> None:
+        if status := getattr(library, f"nvrtc{name}")(*arguments):
+            raise RuntimeError(f"nvrtc{name} answered {status}")
+
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={value}" for name, value in constants.items()]
     given = (c_char_p * len(options))(*(option.encode() for option in options))
-    library.nvrtcCreateProgram(byref(program), source.encode(), b"kernel.cu", 0, None, None)
+    call("CreateProgram", byref(program), source.encode(), b"kernel.cu", 0, None, None)
     try:
         if library.nvrtcCompileProgram(program, len(options), given):
-            library.nvrtcGetProgramLogSize(program, byref(size))
+            call("GetProgramLogSize", program, byref(size))
             words = ctypes.create_string_buffer(size.value)
-            library.nvrtcGetProgramLog(program, words)
+            call("GetProgramLog", program, words)
             raise RuntimeError(f"NVRTC does not compile a kernel: {words.value.decode()}")
-        library.nvrtcGetCUBINSize(program, byref(size))
+        call("GetCUBINSize", program, byref(size))
         code = ctypes.create_string_buffer(size.value)
-        library.nvrtcGetCUBIN(program, code)
+        call("GetCUBIN", program, code)
         return code.raw
     finally:
         library.nvrtcDestroyProgram(byref(program))

@@ -10,47 +10,14 @@
 //
 // The host defines D (a multiple of 64), Q (at most 8 queries of a key head), GROUPS, PAGE and STAGES.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct __align__(64) TensorMap { u64 words[16]; };
-
 constexpr int WARPS = 2, SLICES = 2, SLICE = 16, MINE = SLICES * SLICE, KEYS = WARPS * MINE, QUERIES = 8;
-constexpr int LINE = 128, BOX = 64, BOXES = D / BOX, BOX_BYTES = KEYS * LINE;
+constexpr int BOX = 64, BOXES = D / BOX, BOX_BYTES = KEYS * LINE;
 constexpr int TILE_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int PADDED = BOX + 4;                                              // no two lanes write to one bank
 constexpr int END = -1;
 constexpr float ROOM = 8.0f;  // powers of two by which a weight may pass 1 before the maximum is taken anew
-constexpr u64 READ_ONCE = 0x12F0000000000000ull;
 
 struct Item { int token, count, position, first, last, place, part, whole; };
-
-// ── Barriers and copies ─────────────────────────────────────────────────────────────────────────────────
-
-__device__ __forceinline__ u32 address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
-
-__device__ __forceinline__ void begin_barrier(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-__device__ __forceinline__ void await(u32 barrier, u32 parity) {
-    asm volatile("{\n .reg .pred done;\nAGAIN:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 " @done bra DONE;\n bra AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-__device__ __forceinline__ void await_consumers() { asm volatile("bar.sync 1, %0;" ::"n"(WARPS * 32) : "memory"); }
-
-__device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier), "l"(READ_ONCE) : "memory");
-}
-
-// ── Tensor cores ────────────────────────────────────────────────────────────────────────────────────────
 
 // Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled them. Of others, two further on
 // each, the place is `further` from there.
@@ -60,42 +27,12 @@ __device__ __forceinline__ u32 place_of(u32 tile, int row, int eight) {
 __device__ __forceinline__ u32 further(u32 place, int twos, int rows) {
     return (place ^ twos % 4 << 5) + twos / 4 * BOX_BYTES + rows * LINE;
 }
-__device__ __forceinline__ void load(u32 (&a)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ void load_transposed(u32 (&a)[4], u32 from) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(from) : "memory");
-}
-__device__ __forceinline__ u32 transposed(u32 both) {
-    u32 other;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(other) : "r"(both));
-    return other;
-}
-__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9},"
-        " {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-__device__ __forceinline__ float lowest() { return __int_as_float(0xFF800000); }
-__device__ __forceinline__ float power(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 // ── The kernel ──────────────────────────────────────────────────────────────────────────────────────────
 
 struct Shared {
     u64 full[STAGES], empty[STAGES];
-    int piece[STAGES], begin[STAGES];          // what a stage is of; END: nothing more comes
+    int piece[STAGES], begin[STAGES];  // what a stage is of; END: nothing more comes
     float best[2][WARPS][QUERIES], total[2][WARPS][QUERIES];
     float sums[WARPS][QUERIES][PADDED];
 };
@@ -109,23 +46,24 @@ __device__ __forceinline__ void produce(const Maps &maps, const int *table, cons
     int stage = 0, parity = 1;
     bool waited = false;
     auto wait = [&] {
-        if (!waited) asm volatile("griddepcontrol.wait;" ::: "memory");
+        if (!waited) await_kernel_before();
         waited = true;
     };
     if (!settled) wait();
 
     for (int piece = blockIdx.x; piece < pieces;) {
         const Item item = items[piece / GROUPS];
+        if (!item.count) break;  // so are all that follow
         const int first_row = piece % GROUPS * head_rows;
         int after = END;
         if (waited && lane == 0) after = gridDim.x + atomicAdd(next, 1);
-        for (int begin = item.first; item.count && begin < item.last; begin += 32 * KEYS) {
+        for (int begin = item.first; begin < item.last; begin += 32 * KEYS) {
             const int at = begin + lane * KEYS;
             const int pages = at < item.last ? table[(u64)item.place * table_stride + at / PAGE] : 0;
             const int tiles = min(32, (item.last - begin + KEYS - 1) / KEYS);
             for (int tile = 0; tile < tiles; tile++) {
                 const int from = begin + tile * KEYS, left = item.last - from;
-                const int row = first_row + __shfl_sync(0xFFFFFFFFu, pages, tile) * PAGE + from % PAGE;
+                const int row = first_row + __shfl_sync(ALL, pages, tile) * PAGE + from % PAGE;
                 // The kernel before this one writes the sequence's newest key and value.
                 if (from + KEYS > item.position) wait();
                 if (lane == 0) {
@@ -136,8 +74,8 @@ __device__ __forceinline__ void produce(const Maps &maps, const int *table, cons
                         expect(barrier, STAGE_BYTES);
 #pragma unroll
                         for (int box = 0; box < BOXES; box++) {
-                            fetch(to + box * BOX_BYTES, &maps.keys, box * BOX, row, barrier);
-                            fetch(to + TILE_BYTES + box * BOX_BYTES, &maps.values, box * BOX, row, barrier);
+                            fetch(to + box * BOX_BYTES, &maps.keys, box * BOX, row, barrier, READ_AGAIN);
+                            fetch(to + box * BOX_BYTES + TILE_BYTES, &maps.values, box * BOX, row, barrier, READ_AGAIN);
                         }
                     } else {
                         const int slices = (left + SLICE - 1) / SLICE;
@@ -145,8 +83,8 @@ __device__ __forceinline__ void produce(const Maps &maps, const int *table, cons
                         for (int i = 0; i < slices * BOXES; i++) {
                             const int box = i % BOXES, down = i / BOXES * SLICE;
                             const u32 there = to + box * BOX_BYTES + down * LINE;
-                            fetch(there, &maps.key_slices, box * BOX, row + down, barrier);
-                            fetch(there + TILE_BYTES, &maps.value_slices, box * BOX, row + down, barrier);
+                            fetch(there, &maps.key_slices, box * BOX, row + down, barrier, READ_AGAIN);
+                            fetch(there + TILE_BYTES, &maps.value_slices, box * BOX, row + down, barrier, READ_AGAIN);
                         }
                     }
                 }
@@ -156,7 +94,7 @@ __device__ __forceinline__ void produce(const Maps &maps, const int *table, cons
         // Only now has a launch of this kernel before, if there was one, left the counters at zero.
         wait();
         if (after == END && lane == 0) after = gridDim.x + atomicAdd(next, 1);
-        piece = __shfl_sync(0xFFFFFFFFu, after, 0);
+        piece = __shfl_sync(ALL, after, 0);
     }
     wait();
     if (lane == 0) {
@@ -180,7 +118,8 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                                         Shared &shared) {
     const int thread = threadIdx.x - 32, warp = thread / 32, lane = thread % 32, row = lane / 4, quarter = lane % 4;
     int stage = 0, parity = 0, side = 0;
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    await_kernel_before();
+    let_next_begin();
     await(address(&shared.full[0]), 0);
     for (int piece = shared.piece[0]; piece != END; side ^= 1) {
         const Item item = items[piece / GROUPS];
@@ -201,9 +140,8 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                 if (left < MINE) {
                     // Behind the end lies what another sequence left, perhaps no number, and 0 times that is none.
                     for (int i = lane; i < (MINE - left) * (D / 8); i += 32)
-                        asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(
-                            place_of(values, warp * MINE + left + i / (D / 8), i % (D / 8))), "r"(0) : "memory");
-                    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                        clear_16_bytes(place_of(values, warp * MINE + left + i / (D / 8), i % (D / 8)));
+                    before_copies();
                     __syncwarp();
                 }
                 float scores[SLICES][4] = {};
@@ -225,13 +163,13 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                         scores[slice][i] = none ? lowest() : scores[slice][i] * scale;
                         most[i % 2] = fmaxf(most[i % 2], scores[slice][i]);
                     }
-                if (__any_sync(0xFFFFFFFFu, most[0] > best[0] + ROOM || most[1] > best[1] + ROOM)) {
+                if (__any_sync(ALL, most[0] > best[0] + ROOM || most[1] > best[1] + ROOM)) {
 #pragma unroll
                     for (int j = 0; j < 2; j++) {
                         float higher = fmaxf(best[j], most[j]);
                         for (int other = 4; other < 32; other *= 2)
-                            higher = fmaxf(higher, __shfl_xor_sync(0xFFFFFFFFu, higher, other));
-                        const float fade = power(best[j] - higher);
+                            higher = fmaxf(higher, __shfl_xor_sync(ALL, higher, other));
+                        const float fade = power_of_2(best[j] - higher);
                         best[j] = higher, total[j] *= fade;
 #pragma unroll
                         for (int d = 0; d < D / 16; d++) sums[d][j] *= fade, sums[d][j + 2] *= fade;
@@ -242,7 +180,7 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                 for (int slice = 0; slice < SLICES; slice++) {
                     float (&w)[4] = scores[slice];
 #pragma unroll
-                    for (int i = 0; i < 4; i++) w[i] = power(w[i] - best[i % 2]), total[i % 2] += w[i];
+                    for (int i = 0; i < 4; i++) w[i] = power_of_2(w[i] - best[i % 2]), total[i % 2] += w[i];
                     weights[slice][0] = transposed(pair(w[0], w[1])), weights[slice][1] = transposed(pair(w[2], w[3]));
                 }
                 const u32 value = place_of(values, warp * MINE + lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -267,20 +205,20 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
         // Together: each warp's sums are relative to its own maximum.
 #pragma unroll
         for (int j = 0; j < 2; j++) {
-            for (int other = 4; other < 32; other *= 2) total[j] += __shfl_xor_sync(0xFFFFFFFFu, total[j], other);
+            for (int other = 4; other < 32; other *= 2) total[j] += __shfl_xor_sync(ALL, total[j], other);
             const int query = 2 * quarter + j;
             if (row == 0) shared.best[side][warp][query] = best[j], shared.total[side][warp][query] = total[j];
         }
-        await_consumers();
+        await_each_other<WARPS * 32>();
         float fade[2];
 #pragma unroll
-        for (int j = 0; j < 2; j++) fade[j] = power(best[j] - highest_of(shared.best[side], 2 * quarter + j));
+        for (int j = 0; j < 2; j++) fade[j] = power_of_2(best[j] - highest_of(shared.best[side], 2 * quarter + j));
         constexpr int EACH = BOX * QUERIES / (WARPS * 32);  // columns of a query that a thread writes at a time
         const int query = thread / (BOX / EACH), column = thread % (BOX / EACH) * EACH, head = group * Q + query;
         const float highest = highest_of(shared.best[side], query);
         float weight = 0.0f;
         for (int w = 0; w < WARPS; w++)
-            weight += shared.total[side][w][query] * power(shared.best[side][w][query] - highest);
+            weight += shared.total[side][w][query] * power_of_2(shared.best[side][w][query] - highest);
         const u64 part = (u64)item.part * (GROUPS * Q) + head;
 #pragma unroll
         for (int box = 0; box < BOXES; box++) {
@@ -290,7 +228,7 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                 for (int i = 0; i < 4; i++)
                     shared.sums[warp][2 * quarter + i % 2][16 * d + row + i / 2 * 8] =
                         sums[box * (BOX / 16) + d][i] * fade[i % 2];
-            await_consumers();
+            await_each_other<WARPS * 32>();
             float sum[EACH] = {};
             for (int w = 0; w < WARPS; w++)
 #pragma unroll
@@ -303,7 +241,7 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
 #pragma unroll
                 for (int i = 0; i < EACH; i++) partial[part * D + box * BOX + column + i] = sum[i];
             }
-            await_consumers();
+            await_each_other<WARPS * 32>();
         }
         if (query < Q && item.part >= 0 && column == 0)
             statistics[2 * part] = highest, statistics[2 * part + 1] = weight;
@@ -314,15 +252,15 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2)
 attend_single(const __grid_constant__ Maps maps, const unsigned short *q, const int *table, const Item *items,
               unsigned short *out, float *partial, float *statistics, int *next, int pieces, int q_stride,
               int out_stride, int head_rows, int table_stride, int settled, float scale) {
-    extern __shared__ unsigned char room[];
-    __shared__ Shared shared;
+    SHARED_ROOM(room);
+    SHARED(Shared, shared);
     const u32 ring = (address(room) + 1023) & ~1023u;
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
             begin_barrier(address(&shared.full[stage]), 1);
             begin_barrier(address(&shared.empty[stage]), WARPS);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     __syncthreads();
     if (threadIdx.x < 32)

@@ -7,10 +7,10 @@ only; safe to capture in a CUDA graph.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
+import warnings
 from ctypes import c_float, c_int, c_void_p
-from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,9 +41,12 @@ def serves(q_thd: Tensor, cache: Cache) -> bool:
         return False
     if torch.cuda.get_device_capability(q_thd.device)[0] != 9:
         return False
-    _, heads, dim = q_thd.shape
+    (_, heads, dim), groups = q_thd.shape, cache.keys.shape[0]
     whole = cache.page > 0 and cache.page % KEYS == 0 and cache.row == dim
-    return whole and dim in STAGES and heads // cache.keys.shape[0] <= MOST_QUERIES
+    if not (whole and dim in STAGES and heads // groups <= MOST_QUERIES):
+        return False
+    with torch.cuda.device(q_thd.device):
+        return _kernel(dim, heads // groups, groups, cache.page, torch.cuda.current_device()) is not None
 
 
 def attend_single(
@@ -62,7 +65,8 @@ def attend_single(
 
     `turns`: two int32, zeros, that no other launch uses at the same time; they are zeros again afterwards.
     `settled`: of what is read here, the kernel launched just before this one writes nothing but q and each
-    sequence's newest key and value.
+    sequence's newest key and value, and it waits before it lets this one begin (`launch.wait`), so that all before
+    it has ended. Items of no queries come last.
     """
     _, heads, dim = q_thd.shape
     groups = cache.keys.shape[0]
@@ -83,21 +87,22 @@ def attend_single(
     with torch.cuda.device(q_thd.device):
         device = torch.cuda.current_device()
         kernel = _kernel(dim, heads // groups, groups, cache.page, device)
+        assert kernel is not None
         blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
         kernel.launch((min(pieces, blocks), 1, 1), 32 * WARPS, arguments, early=launch.early())
 
 
-@cache
-def _kernel(dim: int, queries: int, groups: int, page: int, device: int) -> cuda.Kernel:
-    """Of the current device, whose number `device` is."""
+@functools.cache
+def _kernel(dim: int, queries: int, groups: int, page: int, device: int) -> cuda.Kernel | None:
+    """Of the current device, whose number `device` is. None, with a warning, where it cannot be made."""
     numbers = constants(dim, queries, groups, page)
     shared_bytes = STAGES[dim] * 2 * KEYS * dim * 2 + 1024
-    return cuda.Kernel(source(), "attend_single", numbers, shared_bytes)
+    try:
+        return cuda.Kernel(cuda.source_of("hopper_decode.cu"), "attend_single", numbers, shared_bytes)
+    except (RuntimeError, OSError) as error:
+        warnings.warn(f"attention goes Triton's way: {error}", RuntimeWarning, stacklevel=2)
+        return None
 
 
 def constants(dim: int, queries: int, groups: int, page: int) -> dict[str, int]:
     return {"D": dim, "Q": queries, "GROUPS": groups, "PAGE": page, "STAGES": STAGES[dim]}
-
-
-def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text()

@@ -8,43 +8,10 @@
 //
 // The host defines CONSUMERS, SUBTILES, COLUMNS and STAGES, and replaces MULTIPLY.
 
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-struct __align__(64) TensorMap { u64 words[16]; };
-
-constexpr int DEPTH = 64, LINE = 128, WARP_GROUP = 128;
+constexpr int DEPTH = 64, WARP_GROUP = 128;
 constexpr int ROWS = CONSUMERS * SUBTILES * 64;
 constexpr int X_BYTES = ROWS * LINE, WEIGHT_BYTES = COLUMNS * LINE, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
 constexpr int WIDTH = COLUMNS / 2, SUMS = COLUMNS / 2;  // columns of out; sums that a thread has of a subtile
-constexpr u64 READ_ONCE = 0x12F0000000000000ull, READ_AGAIN = 0x1000000000000000ull;  // L2 gives up the first at once
-
-// ── Barriers and copies ─────────────────────────────────────────────────────────────────────────────────
-
-__device__ __forceinline__ u32 address(const void *shared) { return (u32)__cvta_generic_to_shared(shared); }
-
-__device__ __forceinline__ void begin_barrier(u32 barrier, u32 arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
-}
-
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void await(u32 barrier, u32 parity) {
-    asm volatile("{\n .reg .pred done;\nAGAIN:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-                 " @done bra DONE;\n bra AGAIN;\nDONE:\n}" ::"r"(barrier), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier, u64 hint) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
-                 " [%0], [%1, {%2, %3}], [%4], %5;"
-                 ::"r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier), "l"(hint) : "memory");
-}
 
 // ── The product of tiles ────────────────────────────────────────────────────────────────────────────────
 
@@ -56,14 +23,6 @@ __device__ __forceinline__ u64 described(u32 tile) {
 // MULTIPLY
 
 // ── The gate ────────────────────────────────────────────────────────────────────────────────────────────
-
-__device__ __forceinline__ u32 pair(float low, float high) {
-    u32 both;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
-    return both;
-}
-__device__ __forceinline__ float low(u32 both) { return __uint_as_float(both << 16); }
-__device__ __forceinline__ float high(u32 both) { return __uint_as_float(both & 0xFFFF0000u); }
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 
@@ -82,7 +41,7 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], int lane) {
         for (int i = 0; i < 4; i++) {
             if (i & bit) continue;
             bool upper = lane & bit;
-            u32 other = __shfl_xor_sync(0xFFFFFFFFu, upper ? v[i] : v[i | bit], bit);
+            u32 other = __shfl_xor_sync(ALL, upper ? v[i] : v[i | bit], bit);
             if (upper) v[i] = other;
             else v[i | bit] = other;
         }
@@ -93,7 +52,7 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], int lane) {
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARP_GROUP, 1)
 gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, unsigned short *out,
               int rows, int width, int depth) {
-    extern __shared__ unsigned char room[];
+    SHARED_ROOM(room);
     __shared__ u64 barriers[2 * STAGES];
     const u32 ring = (address(room) + 1023) & ~1023u;
     const u32 full = address(barriers), empty = address(barriers + STAGES);
@@ -105,7 +64,7 @@ gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             begin_barrier(full + 8 * stage, 1);
             begin_barrier(empty + 8 * stage, CONSUMERS * 4);
         }
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+        publish_barriers();
     }
     __syncthreads();
 
@@ -125,7 +84,8 @@ gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ Tenso
             const int first = steps < STAGES ? steps : STAGES;
             // The kernel before this one writes x, but no weights.
             for (int step = 0; step < first; step++) fetch_weight(step, step);
-            asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+            await_kernel_before();
+            let_next_begin();
             for (int step = 0; step < first; step++) fetch_x(step, step);
             for (int step = first; step < steps; step++) {
                 int stage = step % STAGES;

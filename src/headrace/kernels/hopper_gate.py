@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from ctypes import c_int, c_void_p
 from functools import cache
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -70,7 +69,8 @@ def serves(x_mk: Tensor, weight_nk: Tensor) -> bool:
 def gated_product(x_mk: Tensor, weight_nk: Tensor, tile: Tile) -> Tensor:
     """(M, N / 2) in bfloat16, of weights that are gate's rows and then up's. For what `serves` accepts.
 
-    The kernel launched just before this one must not write the weights: they are fetched without waiting for it.
+    The kernel launched just before this one must not write the weights, as they are fetched without waiting for it,
+    and must wait before it lets this one begin (`launch.wait`), so that all before it has ended.
     """
     (rows, depth), width = x_mk.shape, len(weight_nk) // 2
     out = torch.empty(rows, width, dtype=x_mk.dtype, device=x_mk.device)
@@ -109,4 +109,4 @@ def source(tile: Tile) -> str:
         f'    asm volatile("wgmma.mma_async.sync.aligned.m64n{tile.columns}k16.f32.bf16.bf16 {{{sums}}}, '
         f'%{count}, %{count + 1}, 1, 1, 1, 0, 0;" : {operands} : "l"(x), "l"(weight));\n}}\n'
     )
-    return Path(__file__).with_suffix(".cu").read_text().replace("// MULTIPLY\n", multiply)
+    return cuda.source_of("hopper_gate.cu").replace("// MULTIPLY\n", multiply)

@@ -33,7 +33,10 @@ def _capability(device: int) -> int:
 
 @triton.jit
 def wait(EARLY: tl.constexpr):
-    """Until what came before has ended; lets the next kernel be set up."""
+    """Until what came before has ended; then lets the next kernel be set up.
+
+    In this order: the next one may read, before it waits itself, what was written before this one.
+    """
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -36,6 +36,7 @@ LONG_S, ROUNDS = 0.004, 2
 """How long a finalist runs at a time, and how often, in turns."""
 FLUSH_BYTES = 256 * 2**20
 """More than L2 holds. Weights are copied until there are so many bytes: each product reads them from memory."""
+MOST_COPIES = 64
 
 _Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -126,7 +127,7 @@ def fastest(x_mk: Tensor, weight_nk: Tensor, plain: Way, share: float, others: I
     sieved = _sieved(x_mk, weight_nk, others)
     if not sieved:
         return plain
-    copies = -(-FLUSH_BYTES // (weight_nk.numel() * weight_nk.element_size()))
+    copies = min(MOST_COPIES, -(-FLUSH_BYTES // (weight_nk.numel() * weight_nk.element_size())))
     weights = [weight_nk, *(weight_nk.clone() for _ in range(copies - 1))]
     trials = [_Trial(way, x_mk, weights) for way in (plain, *sieved)]
     for _ in range(ROUNDS):
