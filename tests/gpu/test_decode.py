@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from test_attention_kernels import Case, close
+from test_attention_kernels import Case
+from test_attention_kernels import close as close_anywhere
 
 from headrace.kernels import attention as A
 from headrace.kernels import hopper_decode as H
@@ -30,6 +31,12 @@ def attend(case: Case, q: torch.Tensor, extra: int, turns: torch.Tensor, *, sett
     H.attend_single(q, cache, case.device_table, device_items, out, turns, partial, statistics, settled=settled)
     A.merge(device_merges, partial, statistics, out)
     return out
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Also for long sequences, whose means are small: within 2 % of each head's largest number."""
+    close_anywhere(found, expected)
+    assert ((found - expected).abs() <= 0.02 * expected.abs().amax(-1, keepdim=True) + 1e-6).all()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ __device__ __forceinline__ u32 further(u32 place, int twos, int rows) {
 struct Shared {
     u64 full[STAGES], empty[STAGES];
     int piece[STAGES], begin[STAGES];  // what a stage is of; END: nothing more comes
-    float best[2][WARPS][QUERIES], total[2][WARPS][QUERIES];
+    float best[WARPS][QUERIES], total[WARPS][QUERIES];
     float sums[WARPS][QUERIES][PADDED];
 };
 
@@ -117,11 +117,11 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
                                         float *statistics, int q_stride, int out_stride, float scale, u32 ring,
                                         Shared &shared) {
     const int thread = threadIdx.x - 32, warp = thread / 32, lane = thread % 32, row = lane / 4, quarter = lane % 4;
-    int stage = 0, parity = 0, side = 0;
+    int stage = 0, parity = 0;
     await_kernel_before();
     let_next_begin();
     await(address(&shared.full[0]), 0);
-    for (int piece = shared.piece[0]; piece != END; side ^= 1) {
+    for (int piece = shared.piece[0]; piece != END;) {
         const Item item = items[piece / GROUPS];
         const int group = piece % GROUPS;
         u32 queries[D / 16][2];
@@ -207,18 +207,18 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
         for (int j = 0; j < 2; j++) {
             for (int other = 4; other < 32; other *= 2) total[j] += __shfl_xor_sync(ALL, total[j], other);
             const int query = 2 * quarter + j;
-            if (row == 0) shared.best[side][warp][query] = best[j], shared.total[side][warp][query] = total[j];
+            if (row == 0) shared.best[warp][query] = best[j], shared.total[warp][query] = total[j];
         }
         await_each_other<WARPS * 32>();
         float fade[2];
 #pragma unroll
-        for (int j = 0; j < 2; j++) fade[j] = power_of_2(best[j] - highest_of(shared.best[side], 2 * quarter + j));
+        for (int j = 0; j < 2; j++) fade[j] = power_of_2(best[j] - highest_of(shared.best, 2 * quarter + j));
         constexpr int EACH = BOX * QUERIES / (WARPS * 32);  // columns of a query that a thread writes at a time
         const int query = thread / (BOX / EACH), column = thread % (BOX / EACH) * EACH, head = group * Q + query;
-        const float highest = highest_of(shared.best[side], query);
+        const float highest = highest_of(shared.best, query);
         float weight = 0.0f;
         for (int w = 0; w < WARPS; w++)
-            weight += shared.total[side][w][query] * power_of_2(shared.best[side][w][query] - highest);
+            weight += shared.total[w][query] * power_of_2(shared.best[w][query] - highest);
         const u64 part = (u64)item.part * (GROUPS * Q) + head;
 #pragma unroll
         for (int box = 0; box < BOXES; box++) {

@@ -1,0 +1,191 @@
+"""`hopper_decode.cu` on the CPU: its text, compiled by g++ with the model of the device in `emulated_hopper.h`."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from ctypes import c_char_p, c_float, c_int, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.kernels import cuda
+from headrace.kernels import hopper_decode as H
+from headrace.kernels.attention import ITEM
+
+MODEL = Path(__file__).with_name("emulated_hopper.h")
+FOLDER = Path(cuda.__file__).parent
+COMPILER = shutil.which("g++")
+# No check of longjmp: fibers leave their stacks by it.
+OPTIONS = ("-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-fno-strict-aliasing", "-fPIC", "-shared")
+PADDING = 64
+"""Elements between rows of queries and of results that are nobody's."""
+
+
+class Fault(Exception):
+    """The kernel did what the device forbids, or waits forever."""
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("maps", H.Maps),
+        *((name, c_void_p) for name in ("q", "table", "items", "out", "partial", "statistics", "next")),
+        *((name, c_int) for name in ("pieces", "q_stride", "out_stride", "head_rows", "table_stride", "settled")),
+        ("scale", c_float),
+        *((name, c_int) for name in ("blocks", "threads", "early_copies")),
+    )
+
+
+class _Write(ctypes.Structure):
+    _fields_ = (("to", c_void_p), ("source", c_void_p), ("bytes", c_uint64))
+
+
+class Launched(NamedTuple):
+    out_thd: Tensor
+    partial: Tensor
+    statistics: Tensor
+    early_copies: int
+    """Begun before the kernel before it had ended."""
+
+
+class Kernels:
+    """Kernels compiled into a folder, each once."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._made: dict[tuple[int, int, int, int, str], ctypes.CDLL] = {}
+
+    def get(
+        self, dim: int, queries: int, groups: int, page: int, change: Callable[[str], str] | None = None
+    ) -> ctypes.CDLL:
+        """`change`: of the kernel's text."""
+        text = (FOLDER / "hopper_decode.cu").read_text()
+        key = (dim, queries, groups, page, change(text) if change else text)
+        if key not in self._made:
+            self._made[key] = self._make(f"kernel{len(self._made)}", H.constants(*key[:4]), key[4])
+        return self._made[key]
+
+    def _make(self, name: str, constants: dict[str, int], text: str) -> ctypes.CDLL:
+        source, library = self._folder / f"{name}.cu", self._folder / f"{name}.so"
+        source.write_text(text)
+        defined = [f"-D{constant}={value}" for constant, value in constants.items()]
+        command = [COMPILER or "g++", *OPTIONS, *defined, f'-DKERNEL="{source}"', "-x", "c++", MODEL, "-o", library]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ does not compile the kernel: {done.stderr}")
+        made = ctypes.CDLL(str(library))
+        made.run.argtypes = [c_uint32, c_uint32, c_void_p, c_int, c_void_p, c_int]
+        made.run.restype = c_char_p
+        return made
+
+
+def attend_single(
+    kernel: ctypes.CDLL,
+    q_thd: Tensor,
+    keys_gnsd: Tensor,
+    values_gnsd: Tensor,
+    table: np.ndarray,
+    items: np.ndarray,
+    *,
+    seed: int = 0,
+    settled: Sequence[bool] = (True,),
+    blocks: Sequence[int] = (4,),
+    resident: int = 8,
+) -> list[Launched]:
+    """Launches one after the other, settled or not and of so many blocks, after a kernel that writes slowly.
+
+    That one writes queries, and each sequence's newest key and value, of which there are no numbers before. If the
+    first launch is not settled it writes all that is read. `resident`: blocks that run at the same time, at most.
+    """
+    (tokens, heads, dim), (groups, pages, page, _) = q_thd.shape, keys_gnsd.shape
+    late = _Late()
+    row = heads * dim + PADDING
+    q = np.full((tokens, row), 0xFFFF, np.uint16)
+    q[:, :-PADDING] = _bits(q_thd).reshape(tokens, -1)
+    late.write(q)
+    caches = [_bits(cache).reshape(-1, dim) for cache in (keys_gnsd, values_gnsd)]
+    table, items = (np.array(one, np.int32, order="C") for one in (table, items))
+    if settled[0]:
+        newest = _newest_rows(table, items, pages, page, groups)
+        for cache in caches:
+            for one in newest:
+                late.write(cache[one])
+    else:
+        for cache in caches:
+            late.write(cache)
+        for one in (table, items):
+            late.write(one, before=0)
+
+    turns = np.zeros(2, np.int32)
+    pieces = groups * len(items)
+    results = [
+        (
+            np.full((tokens, row), 0xFFFF, np.uint16),
+            np.full((len(items), heads, dim), np.nan, np.float32),
+            np.full((len(items), heads, 2), np.nan, np.float32),
+        )
+        for _ in settled
+    ]
+    launches = (_Launch * len(settled))(
+        *(
+            _Launch(
+                H.Maps(*(_map(cache, height) for height in (H.KEYS, H.SLICE) for cache in caches)),
+                *(one.ctypes.data for one in (q, table, items, *result, turns)),
+                *(pieces, row, row, pages * page, table.shape[1], of_settled),
+                math.log2(math.e) / math.sqrt(dim),
+                *(min(pieces, count), 32 * H.WARPS, 0),
+            )
+            for result, of_settled, count in zip(results, settled, blocks, strict=True)
+        )
+    )
+    writes = (_Write * len(late.writes))(*late.writes)
+    if words := kernel.run(seed, resident, writes, len(writes), launches, len(launches)):
+        raise Fault(words.decode())
+    assert turns.tolist() == [0, 0]
+    for out, _, _ in results:
+        assert (out[:, -PADDING:] == 0xFFFF).all()
+    return [
+        Launched(
+            torch.from_numpy(out[:, :-PADDING].view(np.int16).copy()).view(torch.bfloat16).view(q_thd.shape),
+            torch.from_numpy(partial),
+            torch.from_numpy(statistics),
+            launch.early_copies,
+        )
+        for (out, partial, statistics), launch in zip(results, launches, strict=True)
+    ]
+
+
+class _Late:
+    """What the kernel before the first launch writes."""
+
+    def __init__(self) -> None:
+        self.writes: list[_Write] = []
+        self._kept: list[np.ndarray] = []
+
+    def write(self, array: np.ndarray, before: int = 0xFFFF) -> None:
+        """What is in the array now; until then `before` is there."""
+        copy = array.copy()
+        array[...] = before
+        self._kept.append(copy)
+        self.writes.append(_Write(array.ctypes.data, copy.ctypes.data, copy.nbytes))
+
+
+def _bits(tensor: Tensor) -> np.ndarray:
+    return tensor.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).copy()
+
+
+def _map(matrix: np.ndarray, box_rows: int) -> cuda.TensorMap:
+    return cuda.TensorMap((c_uint64 * 16)(matrix.ctypes.data, *matrix.shape, box_rows))
+
+
+def _newest_rows(table: np.ndarray, items: np.ndarray, pages: int, page: int, groups: int) -> list[int]:
+    assert items.shape[1] == ITEM
+    newest = {(int(place), int(position)) for _, count, position, _, _, place, _, _ in items if count}
+    rows = [int(table[place, position // page]) * page + position % page for place, position in sorted(newest)]
+    return [group * pages * page + row for group in range(groups) for row in rows]
