@@ -273,11 +273,18 @@ class Peer:
             else:
                 future.set_result(record)
 
-    def _last_words(self) -> str:
+    def last_line(self) -> str:
+        """Of its log, empty if there is none."""
         if self._log is None or not self._log.is_file():
             return ""
         lines = self._log.read_text(errors="replace").strip().splitlines()
-        return f"its last words in {self._log}: {lines[-1]}" if lines else f"it said nothing in {self._log}"
+        return lines[-1] if lines else ""
+
+    def _last_words(self) -> str:
+        if self._log is None or not self._log.is_file():
+            return ""
+        line = self.last_line()
+        return f"its last words in {self._log}: {line}" if line else f"it said nothing in {self._log}"
 
     def _lost(self, exc: Exception | None) -> None:
         if not self.died.done():

@@ -6,6 +6,7 @@ ENTRY is "module:function"; the function gets the socket and its options, which 
 from __future__ import annotations
 
 import importlib
+import logging
 import signal
 import socket
 import sys
@@ -16,6 +17,8 @@ from headrace.ipc import Begin
 
 def main() -> None:
     name, entry, fd = sys.argv[1:4]
+    logging.basicConfig(format="%(asctime)s %(message)s")
+    logging.getLogger("headrace").setLevel(logging.INFO)
     # Ctrl-C is for the controller, which ends its children in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sock = socket.socket(fileno=int(fd))

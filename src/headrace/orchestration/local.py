@@ -217,7 +217,7 @@ class _Run:
         )
         trainer = RemoteTrainer(peer, step_s=config.limits.step_s, close_s=config.limits.close_s)
         closing.push_async_callback(trainer.close)
-        await ready(peer, TrainerReady, config.limits.start_s)
+        await ready(peer, TrainerReady, config.limits.start_s, self._say)
         return trainer
 
     async def _engine(self, name: str, closing: AsyncExitStack) -> RemoteEngine:
@@ -231,8 +231,12 @@ class _Run:
         peer = await self._spawn(name, "headrace.engine.remote:start", options, options["threads"], self._fds)
         engine = RemoteEngine(peer, deadline_s=config.sync.deadline_s, close_s=config.limits.close_s)
         closing.push_async_callback(engine.close)
-        await ready(peer, EngineReady, config.limits.start_s)
+        await ready(peer, EngineReady, config.limits.start_s, self._say)
         return engine
+
+    def _say(self, words: str) -> None:
+        if self._progress:
+            print(f"[{self._place.path.name}] {words}", file=sys.stderr, flush=True)
 
     async def _pool(self, kind: str, closing: AsyncExitStack) -> Pool:
         config = self._config

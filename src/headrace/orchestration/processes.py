@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from headrace import records
 from headrace.errors import DeadlineExceeded
 from headrace.ipc import Begin, Peer
 
+SAY_EVERY_S = 10.0
 CHILD = "HEADRACE_CHILD"
 """Set in the environment of every child, to its name."""
 
@@ -76,8 +77,8 @@ async def spawn(
     return peer
 
 
-async def ready(peer: Peer, kind: type, seconds: float) -> None:
-    """Wait until the child says that it has loaded."""
+async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], None] | None = None) -> None:
+    """Wait until the child says that it has loaded; now and then `say` what it is doing, by its log."""
     said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def hear(record: Any) -> None:
@@ -86,7 +87,12 @@ async def ready(peer: Peer, kind: type, seconds: float) -> None:
 
     peer.on_message = hear
     either: set[asyncio.Future[Any]] = {said, peer.died}
-    done, _ = await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    clock = asyncio.get_running_loop().time
+    begun, done = clock(), set[asyncio.Future[Any]]()
+    while not done and (left := begun + seconds - clock()) > 0:
+        done, _ = await asyncio.wait(either, timeout=min(left, SAY_EVERY_S), return_when=asyncio.FIRST_COMPLETED)
+        if not done and say is not None:
+            say(f"{peer.name} has been starting for {clock() - begun:.0f} s. {peer.last_line()}".rstrip())
     if not done:
         look_at = f"logs/{peer.name}.log in the run's folder, or raise limits.start_s"
         raise DeadlineExceeded("the controller", f"{peer.name} to start", seconds, look_at)

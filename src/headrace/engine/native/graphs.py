@@ -12,6 +12,7 @@ launch their kernels one by one; they are long enough to hide it.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ from headrace.kernels.inputs import prepare
 from headrace.kernels.sampler import Sampler, SamplerInputs, SamplerOutputs
 from headrace.kernels.truncation import expand_support
 from headrace.models import CausalLM, PagedContext
+
+LOG = logging.getLogger(__name__)
 
 AHEAD = 1
 FEW = 48
@@ -217,9 +220,12 @@ class GraphRunner:
     # ── Graphs ───────────────────────────────────────────────────────────────────────────────────────────
 
     def _capture_all(self, both: bool) -> None:
-        for _ in range(2 if both else 1):
+        sides = 2 if both else 1
+        for side in range(sides):
             with torch.inference_mode(), self.scope():
-                for bucket in reversed(self._buckets):
+                for i, bucket in enumerate(reversed(self._buckets)):
+                    count = side * len(self._buckets) + i
+                    LOG.info("capturing graphs: %d of %d batch sizes", count, sides * len(self._buckets))
                     for extra in {self._extra, 0 if bucket >= FEW else self._extra}:
                         self._captured(self._single_shape(bucket, extra), truncating=False)
             self.synchronize()
