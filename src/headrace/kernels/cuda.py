@@ -132,8 +132,8 @@ def compiled(source: str, constants: Mapping[str, int], architecture: str) -> by
 
 def _architecture() -> str:
     major, minor = torch.cuda.get_device_capability()
-    # Instructions that later architectures do not have are those of the "a" variant.
-    return f"sm_{major}{minor}a" if major >= 9 else f"sm_{major}{minor}"
+    # With the instructions that later architectures do not have.
+    return f"sm_{major}{minor}a"
 
 
 def _check(name: str, *arguments: Any) -> None:

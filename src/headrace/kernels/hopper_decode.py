@@ -88,8 +88,7 @@ def attend_single(
         device = torch.cuda.current_device()
         kernel = _kernel(dim, heads // groups, groups, cache.page, device)
         assert kernel is not None
-        blocks = BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
-        kernel.launch((min(pieces, blocks), 1, 1), 32 * WARPS, arguments, early=launch.early())
+        kernel.launch((min(pieces, _blocks(device)), 1, 1), 32 * WARPS, arguments, early=launch.early())
 
 
 @functools.cache
@@ -102,6 +101,11 @@ def _kernel(dim: int, queries: int, groups: int, page: int, device: int) -> cuda
     except (RuntimeError, OSError) as error:
         warnings.warn(f"attention goes Triton's way: {error}", RuntimeWarning, stacklevel=2)
         return None
+
+
+@functools.cache
+def _blocks(device: int) -> int:
+    return BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def constants(dim: int, queries: int, groups: int, page: int) -> dict[str, int]:

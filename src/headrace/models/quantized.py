@@ -98,6 +98,7 @@ class Fp8Ops(ReferenceOps):
         return _with_biases(self._product(x, rows), plain)
 
     def gated(self, x: Tensor, gate: nn.Module, up: nn.Module) -> Tensor:
+        # Also before `FusedOps`, whose kernel would multiply with weights that are not quantised.
         return self.gated_silu(*self.linears(x, (gate, up)))
 
     def attention(

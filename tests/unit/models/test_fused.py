@@ -10,6 +10,8 @@ from headrace.models.fused import FusedOps
 from headrace.models.io import random_model
 from headrace.models.joined import join, joined_names, side_by_side
 from headrace.models.ops import ReferenceOps
+from headrace.models.quantized import Fp8Ops, quantize_together
+from headrace.models.quantized_fused import FusedFp8Ops
 from headrace.models.rope_config import RopeConfig
 from headrace.models.shapes import parameter_shapes
 from headrace.models.transformer import CausalLM
@@ -116,6 +118,16 @@ def test_projections_are_one_product_exactly_where_their_weights_lie_together():
     hidden_of(laid_together(with_ops(model, together)))
     assert apart.joined == [False] * 4
     assert together.joined == [True] * 4
+
+
+def test_the_gate_of_quantised_layers_is_of_quantised_products():
+    layers = [nn.Linear(32, 48, bias=False, device=DEVICE).requires_grad_(False) for _ in range(2)]
+    for layer, weight in zip(layers, join([layer.weight for layer in layers]), strict=True):
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+    x = torch.randn(5, 32, device=DEVICE)
+    expected = Fp8Ops(quantize_together).gated(x, *layers)
+    torch.testing.assert_close(FusedFp8Ops(quantize_together).gated(x, *layers), expected, atol=1e-5, rtol=1e-5)
+    assert (ReferenceOps().gated(x, *layers) - expected).abs().max() > 1e-3
 
 
 def test_biases_are_added_wherever_they_lie():
