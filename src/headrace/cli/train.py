@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +44,19 @@ def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
         ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
         ("episodes", ledger_line(summary.get("ledger") or {})),
         ("report", str(run.report)),
-        ("next", f"headrace audit {run.path}    headrace show {run.path} --best"),
+        ("next", f"{myself()} audit {run.path}"),
+        ("", f"{myself()} show {run.path} --best"),
     ]
     ended = "Finished" if summary.get("finished", True) else "Stopped early (--resume goes on)"
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
+
+
+def myself() -> str:
+    """What to type for this program: its path where the shell would not find it, as after `make train`."""
+    if shutil.which("headrace"):
+        return "headrace"
+    script = Path(sys.executable).with_name("headrace")
+    return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
 def accuracy(value: Any) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cli_answer import Answer
 
+from headrace.cli import train
 from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.errors import ComponentDied
@@ -70,8 +71,9 @@ def test_a_run_gets_its_folder_and_its_resolved_configuration(
 
 
 def test_the_summary_says_how_it_went_and_what_to_do_next(
-    project: Path, headrace: Headrace, fake_run: FakeRun
+    project: Path, headrace: Headrace, fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(train.shutil, "which", lambda name: name)
     out = headrace("train", project).out
     assert "20 in 12.5 s" in out
     assert "12.5% → 87.5%" in out
@@ -79,6 +81,18 @@ def test_the_summary_says_how_it_went_and_what_to_do_next(
     assert "640 admitted = 600 trained + 40 dropped + 0 in flight (dropped: run_finished 40)" in out
     assert "runs/run/report.png" in out
     assert "headrace audit runs/run" in out
+
+
+def test_next_is_what_the_shell_will_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert train.myself() == ".venv/bin/headrace"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr(sys, "executable", "/nowhere/bin/python")
+    assert train.myself() == "nowhere/bin/headrace"
+    (tmp_path / "headrace").touch(0o755)
+    assert train.myself() == "headrace"
 
 
 def test_json_is_one_object_whatever_else_is_printed(project: Path, headrace: Headrace, fake_run: FakeRun) -> None:
