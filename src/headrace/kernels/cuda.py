@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_DYNAMIC_SHARED = 8
+_MAX_DYNAMIC_SHARED, _SHARED_PERCENT = 8, 9
 _EARLY_LAUNCH = 6
-_BFLOAT16, _SWIZZLE_128, _PROMOTE_256 = 9, 3, 3
+_BFLOAT16, _SWIZZLE_128, _PROMOTE_128 = 9, 3, 2
 _MAP_BYTES, _MAP_ALIGN = 128, 64
 
 
@@ -54,6 +54,8 @@ class Kernel:
         _check("cuModuleLoadData", byref(module), compiled(source, constants, _architecture()))
         _check("cuModuleGetFunction", byref(self._function), module, name.encode())
         _check("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
+        # Or the multiprocessors stay divided as a kernel before wanted them, and fewer blocks find room.
+        _check("cuFuncSetAttribute", self._function, _SHARED_PERCENT, 100)
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], *, early: bool) -> None:
         """On the current stream. `arguments` are ctypes values; `early`: see `kernels.launch`."""
@@ -85,7 +87,7 @@ def _tensor_map(address: int, height: int, width: int, row_bytes: int, rows: int
     _check(
         "cuTensorMapEncodeTiled", c_void_p(place), _BFLOAT16, 2, c_void_p(address),
         (c_uint64 * 2)(width, height), (c_uint64 * 1)(row_bytes), (c_uint32 * 2)(columns, rows),
-        (c_uint32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_256, 0,
+        (c_uint32 * 2)(1, 1), 0, _SWIZZLE_128, _PROMOTE_128, 0,
     )  # fmt: skip
     return TensorMap.from_buffer_copy(ctypes.string_at(place, _MAP_BYTES))
 

@@ -45,6 +45,10 @@ template <int THREADS> __device__ __forceinline__ void await_each_other() {
 
 // ── Copies ──────────────────────────────────────────────────────────────────────────────────────────────
 
+// What a map says is at hand when the first tile is fetched.
+__device__ __forceinline__ void prepare_fetch(const TensorMap *from) {
+    asm volatile("prefetch.tensormap [%0];" ::"l"(from) : "memory");
+}
 // A tile of the map's size, swizzled: the 16 bytes c of row r lie at c ^ r % 8. `to` is a multiple of 1,024 bytes, or
 // of the swizzle's eight rows from there.
 __device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier, u64 hint) {

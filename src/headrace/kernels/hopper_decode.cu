@@ -11,21 +11,22 @@
 // The host defines D (a multiple of 64), Q (at most 8 queries of a key head), GROUPS, PAGE and STAGES.
 
 constexpr int WARPS = 2, SLICES = 2, SLICE = 16, MINE = SLICES * SLICE, KEYS = WARPS * MINE, QUERIES = 8;
-constexpr int BOX = 64, BOXES = D / BOX, BOX_BYTES = KEYS * LINE;
-constexpr int TILE_BYTES = BOXES * BOX_BYTES, STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
+constexpr int BOX = 64, BOXES = D / BOX, ROW = BOXES * LINE;      // columns of a line, lines and bytes of a row
+constexpr int TILE_BYTES = KEYS * ROW, STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int PADDED = BOX + 4;                                              // no two lanes write to one bank
 constexpr int END = -1;
 constexpr float ROOM = 8.0f;  // powers of two by which a weight may pass 1 before the maximum is taken anew
 
 struct Item { int token, count, position, first, last, place, part, whole; };
 
-// Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled them. Of others, two further on
-// each, the place is `further` from there.
+// Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled its lines. From there, if they are
+// among the row's first 16, others that are two further on each lie `further`; `rows` is a multiple of 8.
 __device__ __forceinline__ u32 place_of(u32 tile, int row, int eight) {
-    return tile + eight / 8 * BOX_BYTES + row * LINE + ((eight % 8 ^ row % 8) << 4);
+    const int line = row * BOXES + eight / 8;
+    return tile + line * LINE + ((eight % 8 ^ line % 8) << 4);
 }
 __device__ __forceinline__ u32 further(u32 place, int twos, int rows) {
-    return (place ^ twos % 4 << 5) + twos / 4 * BOX_BYTES + rows * LINE;
+    return (place ^ (twos % 4 << 5 | twos / 4 << 4)) + twos / 4 * LINE + rows * ROW;
 }
 
 // ── The kernel ──────────────────────────────────────────────────────────────────────────────────────────
@@ -39,64 +40,60 @@ struct Shared {
 
 struct Maps { TensorMap keys, values, key_slices, value_slices; };  // fetched by tiles, and by slices
 
-__device__ __forceinline__ void produce(const Maps &maps, const int *table, const Item *items, int pieces,
-                                        int head_rows, int table_stride, int settled, int *next, u32 ring,
-                                        Shared &shared) {
-    const int lane = threadIdx.x % 32;
-    int stage = 0, parity = 1;
-    bool waited = false;
-    auto wait = [&] {
-        if (!waited) await_kernel_before();
-        waited = true;
-    };
-    if (!settled) wait();
+__device__ __forceinline__ void prepare_fetches(const Maps &maps) {
+    if (threadIdx.x == 0) prepare_fetch(&maps.keys), prepare_fetch(&maps.values);
+    if (threadIdx.x == 1) prepare_fetch(&maps.key_slices), prepare_fetch(&maps.value_slices);
+}
 
-    for (int piece = blockIdx.x; piece < pieces;) {
-        const Item item = items[piece / GROUPS];
-        if (!item.count) break;  // so are all that follow
+__device__ __forceinline__ void produce(const Maps &maps, const int *table, const Item *items, int pieces,
+                                        int head_rows, int table_stride, int *next, u32 ring, Shared &shared) {
+    const int lane = threadIdx.x % 32;
+    int stage = 0, parity = 1, piece = blockIdx.x;
+    auto pages_from = [&](const Item &item, int begin) {
+        const int at = begin + lane * KEYS;
+        return at < item.last ? table[(u64)item.place * table_stride + at / PAGE] : 0;
+    };
+    // Neither items nor table are written by the kernel before this one.
+    prepare_fetches(maps);
+    Item item = items[piece / GROUPS];
+    int pages = pages_from(item, item.first);
+    await_kernel_before();
+    while (item.count) {  // if there are no queries, there are none in what follows
         const int first_row = piece % GROUPS * head_rows;
-        int after = END;
-        if (waited && lane == 0) after = gridDim.x + atomicAdd(next, 1);
+        int after = 0;
+        if (lane == 0) after = gridDim.x + atomicAdd(next, 1);
         for (int begin = item.first; begin < item.last; begin += 32 * KEYS) {
-            const int at = begin + lane * KEYS;
-            const int pages = at < item.last ? table[(u64)item.place * table_stride + at / PAGE] : 0;
+            if (begin > item.first) pages = pages_from(item, begin);
             const int tiles = min(32, (item.last - begin + KEYS - 1) / KEYS);
             for (int tile = 0; tile < tiles; tile++) {
                 const int from = begin + tile * KEYS, left = item.last - from;
                 const int row = first_row + __shfl_sync(ALL, pages, tile) * PAGE + from % PAGE;
-                // The kernel before this one writes the sequence's newest key and value.
-                if (from + KEYS > item.position) wait();
                 if (lane == 0) {
                     const u32 barrier = address(&shared.full[stage]), to = ring + stage * STAGE_BYTES;
                     await(address(&shared.empty[stage]), parity);
                     shared.piece[stage] = piece, shared.begin[stage] = from;
                     if (left > KEYS - SLICE) {
                         expect(barrier, STAGE_BYTES);
-#pragma unroll
-                        for (int box = 0; box < BOXES; box++) {
-                            fetch(to + box * BOX_BYTES, &maps.keys, box * BOX, row, barrier, READ_AGAIN);
-                            fetch(to + box * BOX_BYTES + TILE_BYTES, &maps.values, box * BOX, row, barrier, READ_AGAIN);
-                        }
+                        fetch(to, &maps.keys, 0, row * BOXES, barrier, READ_ONCE);
+                        fetch(to + TILE_BYTES, &maps.values, 0, row * BOXES, barrier, READ_ONCE);
                     } else {
                         const int slices = (left + SLICE - 1) / SLICE;
                         expect(barrier, STAGE_BYTES / (KEYS / SLICE) * slices);
-                        for (int i = 0; i < slices * BOXES; i++) {
-                            const int box = i % BOXES, down = i / BOXES * SLICE;
-                            const u32 there = to + box * BOX_BYTES + down * LINE;
-                            fetch(there, &maps.key_slices, box * BOX, row + down, barrier, READ_AGAIN);
-                            fetch(there + TILE_BYTES, &maps.value_slices, box * BOX, row + down, barrier, READ_AGAIN);
+                        for (int down = 0; down < slices * SLICE; down += SLICE) {
+                            const int line = (row + down) * BOXES;
+                            fetch(to + down * ROW, &maps.key_slices, 0, line, barrier, READ_ONCE);
+                            fetch(to + down * ROW + TILE_BYTES, &maps.value_slices, 0, line, barrier, READ_ONCE);
                         }
                     }
                 }
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
         }
-        // Only now has a launch of this kernel before, if there was one, left the counters at zero.
-        wait();
-        if (after == END && lane == 0) after = gridDim.x + atomicAdd(next, 1);
         piece = __shfl_sync(ALL, after, 0);
+        if (piece >= pieces) break;
+        item = items[piece / GROUPS];
+        pages = pages_from(item, item.first);
     }
-    wait();
     if (lane == 0) {
         await(address(&shared.empty[stage]), parity);
         shared.piece[stage] = END;
@@ -251,7 +248,7 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2)
 attend_single(const __grid_constant__ Maps maps, const unsigned short *q, const int *table, const Item *items,
               unsigned short *out, float *partial, float *statistics, int *next, int pieces, int q_stride,
-              int out_stride, int head_rows, int table_stride, int settled, float scale) {
+              int out_stride, int head_rows, int table_stride, float scale) {
     SHARED_ROOM(room);
     SHARED(Shared, shared);
     const u32 ring = (address(room) + 1023) & ~1023u;
@@ -264,7 +261,7 @@ attend_single(const __grid_constant__ Maps maps, const unsigned short *q, const 
     }
     __syncthreads();
     if (threadIdx.x < 32)
-        produce(maps, table, items, pieces, head_rows, table_stride, settled, next, ring, shared);
+        produce(maps, table, items, pieces, head_rows, table_stride, next, ring, shared);
     else
         consume(q, items, out, partial, statistics, q_stride, out_stride, scale, ring, shared);
 }

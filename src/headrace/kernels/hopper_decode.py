@@ -21,7 +21,7 @@ from headrace.kernels.attention import Cache
 KEYS = 64
 """Of a tile: items are split at multiples of it, and pages hold a multiple of it."""
 BOX = 64
-"""Columns that are fetched at a time: 128 bytes."""
+"""Columns of a line: 128 bytes. Longer rows are fetched as several lines, so that a tile is one run of memory."""
 MOST_QUERIES = 8
 """Query heads of a key head."""
 SLICE = 16
@@ -58,30 +58,25 @@ def attend_single(
     turns: Tensor,
     partial: Tensor | None = None,
     statistics: Tensor | None = None,
-    *,
-    settled: bool = False,
 ) -> None:
     """As `attention.attend`, for items of one query each. For what `serves` accepts.
 
-    `turns`: two int32, zeros, that no other launch uses at the same time; they are zeros again afterwards.
-    `settled`: of what is read here, the kernel launched just before this one writes nothing but q and each
-    sequence's newest key and value, and it waits before it lets this one begin (`launch.wait`), so that all before
-    it has ended. Items of no queries come last.
+    `turns`: two int32, zeros, that no other launch uses at the same time; they are zeros again afterwards. Items
+    of no queries come last.
     """
     _, heads, dim = q_thd.shape
     groups = cache.keys.shape[0]
     pieces = groups * len(items)
     if not pieces:
         return
-    rows = cache.keys.view(-1, dim), cache.values.view(-1, dim)
+    lines = cache.keys.view(-1, BOX), cache.values.view(-1, BOX)
     arguments = (
-        Maps(*(cuda.tensor_map(one, height, BOX) for height in (KEYS, SLICE) for one in rows)),
+        Maps(*(cuda.tensor_map(one, keys * dim // BOX, BOX) for keys in (KEYS, SLICE) for one in lines)),
         *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, out_thd)),
         *(c_void_p((out_thd if one is None else one).data_ptr()) for one in (partial, statistics)),
         c_void_p(turns.data_ptr()),
         c_int(pieces),
         *(c_int(number) for number in (q_thd.stride(0), out_thd.stride(0), cache.head // dim, table.stride(0))),
-        c_int(settled),
         c_float(math.log2(math.e) / math.sqrt(dim)),
     )
     with torch.cuda.device(q_thd.device):

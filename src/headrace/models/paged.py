@@ -66,10 +66,7 @@ class PagedContext:
     def _attend_single(self, q_thd: Tensor, cache: kernels.Cache, out_thd: Tensor) -> None:
         scratch = self._scratch(q_thd)
         if not self._invariant and hopper_decode.serves(q_thd, cache):
-            settled = not len(self._chunks)
-            hopper_decode.attend_single(
-                q_thd, cache, self._table, self._single, out_thd, self._turns, *scratch, settled=settled
-            )
+            hopper_decode.attend_single(q_thd, cache, self._table, self._single, out_thd, self._turns, *scratch)
         elif not self._invariant and cache.keys.dtype == FLOAT8 and decode.serves(q_thd, cache):
             decode.attend_single(q_thd, cache, self._table, self._single, out_thd, *scratch)
         else:

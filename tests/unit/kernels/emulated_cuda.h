@@ -112,7 +112,6 @@ struct Grid {
     Launch *launch = nullptr;  // null: the kernel before the first launch
     Grid *before = nullptr;
     u32 complete = 0, threads = 0;
-    int early_copies = 0;  // begun before the kernel before it had ended
     std::vector<Block> blocks;
 
     bool lets_next_begin() const {

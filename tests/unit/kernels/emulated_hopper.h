@@ -66,6 +66,7 @@ template <int THREADS> __device__ __forceinline__ void await_each_other() { meet
 
 // ── hopper.cuh: copies ──────────────────────────────────────────────────────────────────────────────────
 
+__device__ __forceinline__ void prepare_fetch(const TensorMap *from) {}
 __device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier, u64 hint) {
     Block &block = *now->block;
     const u32 bytes = from->box_rows * LINE;
@@ -74,7 +75,6 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column,
         if (block.unfenced[at]) fail("a copy over what was written with no fence between");
     memset(place, NO_NUMBER, bytes);
     copies.push_back({&block, *from, to, barrier, column, row});
-    block.grid->early_copies += !block.grid->before->complete;
     perhaps_let_others_go_first();
 }
 static void land(size_t which) {
@@ -202,7 +202,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 
 static_assert(ROOM_AT + 1024 + STAGES * STAGE_BYTES <= SHARED_BYTES, "the ring is larger than the model's memory");
 
-// A launch's arguments and size, and what is told of it afterwards.
+// A launch's arguments and size.
 struct Launch {
     Maps maps;
     const unsigned short *q;
@@ -210,9 +210,9 @@ struct Launch {
     const Item *items;
     unsigned short *out;
     float *partial, *statistics;
-    int *next, pieces, q_stride, out_stride, head_rows, table_stride, settled;
+    int *next, pieces, q_stride, out_stride, head_rows, table_stride;
     float scale;
-    int blocks, threads, early_copies;
+    int blocks, threads;
 };
 
 // Of the kernel before the first launch.
@@ -236,7 +236,7 @@ static void live() {
     const Launch &launch = *now->block->grid->launch;
     attend_single(launch.maps, launch.q, launch.table, launch.items, launch.out, launch.partial, launch.statistics,
                   launch.next, launch.pieces, launch.q_stride, launch.out_stride, launch.head_rows,
-                  launch.table_stride, launch.settled, launch.scale);
+                  launch.table_stride, launch.scale);
     now->ended = true, now->block->running--;
     _longjmp(scheduler, 1);
 }
@@ -355,9 +355,7 @@ extern "C" const char *run(u32 seed, u32 resident, const Write *writes, int writ
         for (u32 b = 0; b < grid.blocks.size(); b++) grid.blocks[b].grid = &grid, grid.blocks[b].index = b;
     }
     if (!_setjmp(end_of_run)) run_all(resident, {writes, writes + write_count});
-    for (int i = 0; i < count; i++) {
-        launches[i].early_copies = grids[i + 1].early_copies;
+    for (int i = 0; i < count; i++)
         for (Block &block : grids[i + 1].blocks) give_back(block);
-    }
     return fault[0] ? fault : nullptr;
 }

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from headrace.kernels import cuda
 from headrace.kernels import hopper_decode as H
-from headrace.kernels.attention import ITEM
 
 MODEL = Path(__file__).with_name("emulated_hopper.h")
 FOLDER = Path(cuda.__file__).parent
@@ -36,9 +35,9 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("maps", H.Maps),
         *((name, c_void_p) for name in ("q", "table", "items", "out", "partial", "statistics", "next")),
-        *((name, c_int) for name in ("pieces", "q_stride", "out_stride", "head_rows", "table_stride", "settled")),
+        *((name, c_int) for name in ("pieces", "q_stride", "out_stride", "head_rows", "table_stride")),
         ("scale", c_float),
-        *((name, c_int) for name in ("blocks", "threads", "early_copies")),
+        *((name, c_int) for name in ("blocks", "threads")),
     )
 
 
@@ -50,8 +49,6 @@ class Launched(NamedTuple):
     out_thd: Tensor
     partial: Tensor
     statistics: Tensor
-    early_copies: int
-    """Begun before the kernel before it had ended."""
 
 
 class Kernels:
@@ -94,14 +91,13 @@ def attend_single(
     items: np.ndarray,
     *,
     seed: int = 0,
-    settled: Sequence[bool] = (True,),
     blocks: Sequence[int] = (4,),
     resident: int = 8,
 ) -> list[Launched]:
-    """Launches one after the other, settled or not and of so many blocks, after a kernel that writes slowly.
+    """Launches one after the other, of so many blocks, after a kernel that writes slowly.
 
-    That one writes queries, and each sequence's newest key and value, of which there are no numbers before. If the
-    first launch is not settled it writes all that is read. `resident`: blocks that run at the same time, at most.
+    That one writes all that is read, but the first launch's table and items, which may be read before it has ended.
+    `resident`: blocks that run at the same time, at most.
     """
     (tokens, heads, dim), (groups, pages, page, _) = q_thd.shape, keys_gnsd.shape
     late = _Late()
@@ -110,17 +106,11 @@ def attend_single(
     q[:, :-PADDING] = _bits(q_thd).reshape(tokens, -1)
     late.write(q)
     caches = [_bits(cache).reshape(-1, dim) for cache in (keys_gnsd, values_gnsd)]
-    table, items = (np.array(one, np.int32, order="C") for one in (table, items))
-    if settled[0]:
-        newest = _newest_rows(table, items, pages, page, groups)
-        for cache in caches:
-            for one in newest:
-                late.write(cache[one])
-    else:
-        for cache in caches:
-            late.write(cache)
-        for one in (table, items):
-            late.write(one, before=0)
+    for cache in caches:
+        late.write(cache)
+    works = [[np.array(one, np.int32, order="C") for one in (table, items)] for _ in range(2)]
+    for one in works[1]:
+        late.write(one, before=0)
 
     turns = np.zeros(2, np.int32)
     pieces = groups * len(items)
@@ -130,18 +120,18 @@ def attend_single(
             np.full((len(items), heads, dim), np.nan, np.float32),
             np.full((len(items), heads, 2), np.nan, np.float32),
         )
-        for _ in settled
+        for _ in blocks
     ]
-    launches = (_Launch * len(settled))(
+    launches = (_Launch * len(blocks))(
         *(
             _Launch(
-                H.Maps(*(_map(cache, height) for height in (H.KEYS, H.SLICE) for cache in caches)),
-                *(one.ctypes.data for one in (q, table, items, *result, turns)),
-                *(pieces, row, row, pages * page, table.shape[1], of_settled),
+                H.Maps(*(_map(cache, keys) for keys in (H.KEYS, H.SLICE) for cache in caches)),
+                *(one.ctypes.data for one in (q, *works[min(i, 1)], *result, turns)),
+                *(pieces, row, row, pages * page, table.shape[1]),
                 math.log2(math.e) / math.sqrt(dim),
-                *(min(pieces, count), 32 * H.WARPS, 0),
+                *(min(pieces, count), 32 * H.WARPS),
             )
-            for result, of_settled, count in zip(results, settled, blocks, strict=True)
+            for i, (result, count) in enumerate(zip(results, blocks, strict=True))
         )
     )
     writes = (_Write * len(late.writes))(*late.writes)
@@ -155,9 +145,8 @@ def attend_single(
             torch.from_numpy(out[:, :-PADDING].view(np.int16).copy()).view(torch.bfloat16).view(q_thd.shape),
             torch.from_numpy(partial),
             torch.from_numpy(statistics),
-            launch.early_copies,
         )
-        for (out, partial, statistics), launch in zip(results, launches, strict=True)
+        for out, partial, statistics in results
     ]
 
 
@@ -180,12 +169,6 @@ def _bits(tensor: Tensor) -> np.ndarray:
     return tensor.cpu().contiguous().view(torch.int16).numpy().view(np.uint16).copy()
 
 
-def _map(matrix: np.ndarray, box_rows: int) -> cuda.TensorMap:
-    return cuda.TensorMap((c_uint64 * 16)(matrix.ctypes.data, *matrix.shape, box_rows))
-
-
-def _newest_rows(table: np.ndarray, items: np.ndarray, pages: int, page: int, groups: int) -> list[int]:
-    assert items.shape[1] == ITEM
-    newest = {(int(place), int(position)) for _, count, position, _, _, place, _, _ in items if count}
-    rows = [int(table[place, position // page]) * page + position % page for place, position in sorted(newest)]
-    return [group * pages * page + row for group in range(groups) for row in rows]
+def _map(matrix: np.ndarray, keys: int) -> cuda.TensorMap:
+    lines = matrix.reshape(-1, H.BOX)
+    return cuda.TensorMap((c_uint64 * 16)(lines.ctypes.data, *lines.shape, keys * len(lines) // len(matrix)))

@@ -88,7 +88,6 @@ def mixed_launches(kernels: E.Kernels, shape, seed: int, change=None) -> None:
         extra=int(dice.choice([0, 8])),
         empty=int(dice.choice([0, 3])),
         seed=seed,
-        settled=dice.choice([True, True, False], 3).tolist(),
         blocks=dice.integers(1, 16, 3).tolist(),
         resident=int(dice.choice([2, 20, 40])),
         change=change,
@@ -98,18 +97,19 @@ def mixed_launches(kernels: E.Kernels, shape, seed: int, change=None) -> None:
 def split_sequences(kernels: E.Kernels, shape, seed: int, change=None) -> None:
     """Most items are without the newest key."""
     case = build(seed, shape, [700, 515, 300, 257, 1])
-    check(kernels, case, extra=8, seed=seed, settled=[True] * 3, blocks=[4, 6, 8], resident=40, change=change)
+    check(kernels, case, extra=8, seed=seed, blocks=[4, 6, 8], resident=40, change=change)
 
 
 def mostly_nothing(kernels: E.Kernels, shape, seed: int, change=None) -> None:
     """Most blocks find nothing to do."""
     case = build(seed, shape, [300, 1])
-    check(kernels, case, empty=30, seed=seed, settled=[True] * 3, blocks=[12, 20, 7], resident=40, change=change)
+    check(kernels, case, empty=30, seed=seed, blocks=[12, 20, 7], resident=40, change=change)
 
 
-def unsettled_then_settled(kernels: E.Kernels, shape, seed: int, change=None) -> None:
+def few_then_many_blocks(kernels: E.Kernels, shape, seed: int, change=None) -> None:
+    """The second launch's blocks find room while the first one's run."""
     case = build(seed, shape, [300] * 4)
-    check(kernels, case, seed=seed, settled=[False, True], blocks=[3, 8], resident=40, change=change)
+    check(kernels, case, seed=seed, blocks=[3, 8], resident=40, change=change)
 
 
 def many_tiles(kernels: E.Kernels, shape, seed: int, change=None) -> None:
@@ -139,10 +139,9 @@ def test_the_model_declares_what_the_device_s_file_declares():
     assert of_device == of_model
 
 
-@pytest.mark.parametrize("settled", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_it_is_the_reference_over_pages(kernels, shape, settled):
-    check(kernels, build(1, shape, LENGTHS), seed=1, settled=[settled], blocks=[5])
+def test_it_is_the_reference_over_pages(kernels, shape):
+    check(kernels, build(1, shape, LENGTHS), seed=1, blocks=[5])
 
 
 @pytest.mark.parametrize("extra", [7, 64])
@@ -165,7 +164,7 @@ def test_what_lies_behind_the_end_is_not_seen_whatever_it_is(kernels, behind):
 
 
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("go_through", [mostly_nothing, split_sequences, unsettled_then_settled])
+@pytest.mark.parametrize("go_through", [mostly_nothing, split_sequences, few_then_many_blocks])
 def test_launches_one_after_the_other_share_their_counters(kernels, go_through, seed):
     go_through(kernels, SMALL, seed)
 
@@ -174,18 +173,6 @@ def test_launches_one_after_the_other_share_their_counters(kernels, go_through, 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_launches_of_any_size_one_after_the_other(kernels, shape, seed):
     mixed_launches(kernels, shape, seed)
-
-
-def test_only_what_is_settled_is_fetched_before_the_kernel_before_has_ended(kernels):
-    early = {
-        settled: [
-            check(kernels, build(5, SMALL, [300] * 8), seed=seed, settled=[settled])[0].early_copies
-            for seed in range(4)
-        ]
-        for settled in (True, False)
-    }
-    assert max(early[True]) > 0
-    assert early[False] == [0] * 4
 
 
 @pytest.mark.parametrize("extra", [0, 4])
@@ -204,34 +191,23 @@ def test_one_warp_s_scores_far_above_the_other_s(kernels, shape):
 
 TURN = "if (++stage == STAGES) stage = 0, parity ^= 1;"
 WAIT, LET = "await_kernel_before();\n    ", "let_next_begin();\n    "
-NEWEST = "if (from + KEYS > item.position) wait();"
 BYTES = "(KEYS / SLICE) * slices)"
 CLEARED = "before_copies();\n                    __syncwarp();"
 MEET = "            await_each_other<WARPS * 32>();\n        }\n"
 # What is planted: a text of the kernel, what takes its place, and which of its occurrences; and what finds it.
 FAULTS = {
-    "columns are not swizzled": ("((eight % 8 ^ row % 8) << 4)", "(eight % 8 << 4)", 0, mixed_launches),
+    "columns are not swizzled": ("((eight % 8 ^ line % 8) << 4)", "(eight % 8 << 4)", 0, mixed_launches),
     "keys behind the end are not masked": ("none = left < MINE &&", "none = false &&", 0, mixed_launches),
     "values behind the end are not cleared": ("if (left < MINE) {", "if (false) {", 0, mixed_launches),
     "values are not cleared for all lanes": (CLEARED, "before_copies();", 0, mixed_launches),
     "no fence between clearing and copies": (CLEARED, "__syncwarp();", 0, mixed_launches),
-    "no wait for the newest key": (NEWEST, "", 0, mixed_launches),
-    "no wait for the newest key of a full tile": (NEWEST, NEWEST.replace(")", " + 1)", 1), 0, mixed_launches),
+    "no wait for keys, values and counters": (WAIT + "while", "while", 0, mixed_launches),
     "no wait for the queries": (WAIT + LET, LET, 0, split_sequences),
-    "no wait where nothing is settled": ("if (!settled) wait();", "", 0, unsettled_then_settled),
-    "the next launch begins too early": (WAIT + LET, LET + WAIT, 0, unsettled_then_settled),
+    "the next launch begins too early": (WAIT + LET, LET + WAIT, 0, few_then_many_blocks),
     "the producer's parity stays": (TURN, "if (++stage == STAGES) stage = 0;", 0, mixed_launches),
     "the consumers' parity stays": (TURN, "if (++stage == STAGES) stage = 0;", 1, mixed_launches),
     "a last tile's bytes are too many": (BYTES, BYTES.replace("slices", "(slices + 1)"), 0, mixed_launches),
     "a last tile's bytes are too few": (BYTES, BYTES.replace("slices", "(slices - 1)"), 0, mixed_launches),
-    "the counter is touched before the wait": ("(waited && lane == 0)", "(lane == 0)", 0, mixed_launches),
-    "the counter is touched after old keys": ("wait();\n        if (after", "if (after", 0, split_sequences),
-    "the counter is touched after no keys": (
-        "wait();\n    if (lane == 0) {",
-        "if (lane == 0) {",
-        0,
-        mostly_nothing,
-    ),
     "the counters are left as they are": ("next[0] = next[1] = 0;", ";", 0, mixed_launches),
     "a stage is given back while lanes read": (
         "__syncwarp();\n            if (lane",
