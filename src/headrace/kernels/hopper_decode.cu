@@ -11,6 +11,7 @@
 // The host defines D (a multiple of 64), Q (at most 8 queries of a key head), GROUPS, PAGE and STAGES.
 
 constexpr int WARPS = 2, SLICES = 2, SLICE = 16, MINE = SLICES * SLICE, KEYS = WARPS * MINE, QUERIES = 8;
+constexpr int FEW = 8;  // keys that are fetched at a time where a tile is not filled
 constexpr int BOX = 64, BOXES = D / BOX, ROW = BOXES * LINE;      // columns of a line, lines and bytes of a row
 constexpr int TILE_BYTES = KEYS * ROW, STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
 constexpr int PADDED = BOX + 4;                                              // no two lanes write to one bank
@@ -38,11 +39,11 @@ struct Shared {
     float sums[WARPS][QUERIES][PADDED];
 };
 
-struct Maps { TensorMap keys, values, key_slices, value_slices; };  // fetched by tiles, and by slices
+struct Maps { TensorMap keys, values, few_keys, few_values; };  // fetched by tiles, and by FEW
 
 __device__ __forceinline__ void prepare_fetches(const Maps &maps) {
     if (threadIdx.x == 0) prepare_fetch(&maps.keys), prepare_fetch(&maps.values);
-    if (threadIdx.x == 1) prepare_fetch(&maps.key_slices), prepare_fetch(&maps.value_slices);
+    if (threadIdx.x == 1) prepare_fetch(&maps.few_keys), prepare_fetch(&maps.few_values);
 }
 
 __device__ __forceinline__ void produce(const Maps &maps, const int *table, const Item *items, int pieces,
@@ -72,17 +73,17 @@ __device__ __forceinline__ void produce(const Maps &maps, const int *table, cons
                     const u32 barrier = address(&shared.full[stage]), to = ring + stage * STAGE_BYTES;
                     await(address(&shared.empty[stage]), parity);
                     shared.piece[stage] = piece, shared.begin[stage] = from;
-                    if (left > KEYS - SLICE) {
+                    if (left > KEYS - FEW) {
                         expect(barrier, STAGE_BYTES);
                         fetch(to, &maps.keys, 0, row * BOXES, barrier, READ_ONCE);
                         fetch(to + TILE_BYTES, &maps.values, 0, row * BOXES, barrier, READ_ONCE);
                     } else {
-                        const int slices = (left + SLICE - 1) / SLICE;
-                        expect(barrier, STAGE_BYTES / (KEYS / SLICE) * slices);
-                        for (int down = 0; down < slices * SLICE; down += SLICE) {
+                        const int count = (left + FEW - 1) / FEW;
+                        expect(barrier, STAGE_BYTES / (KEYS / FEW) * count);
+                        for (int down = 0; down < count * FEW; down += FEW) {
                             const int line = (row + down) * BOXES;
-                            fetch(to + down * ROW, &maps.key_slices, 0, line, barrier, READ_ONCE);
-                            fetch(to + down * ROW + TILE_BYTES, &maps.value_slices, 0, line, barrier, READ_ONCE);
+                            fetch(to + down * ROW, &maps.few_keys, 0, line, barrier, READ_ONCE);
+                            fetch(to + down * ROW + TILE_BYTES, &maps.few_values, 0, line, barrier, READ_ONCE);
                         }
                     }
                 }

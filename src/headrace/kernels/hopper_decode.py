@@ -24,7 +24,7 @@ BOX = 64
 """Columns of a line: 128 bytes. Longer rows are fetched as several lines, so that a tile is one run of memory."""
 MOST_QUERIES = 8
 """Query heads of a key head."""
-SLICE = 16
+FEW = 8
 """Keys that are fetched at a time at a sequence's end."""
 STAGES = {64: 6, 128: 3}
 """Tiles of keys and values in a block's shared memory, by the size of a head."""
@@ -33,7 +33,7 @@ BLOCKS, WARPS = 2, 3
 
 
 class Maps(ctypes.Structure):
-    _fields_ = tuple((name, cuda.TensorMap) for name in ("keys", "values", "key_slices", "value_slices"))
+    _fields_ = tuple((name, cuda.TensorMap) for name in ("keys", "values", "few_keys", "few_values"))
 
 
 def serves(q_thd: Tensor, cache: Cache) -> bool:
@@ -71,7 +71,7 @@ def attend_single(
         return
     lines = cache.keys.view(-1, BOX), cache.values.view(-1, BOX)
     arguments = (
-        Maps(*(cuda.tensor_map(one, keys * dim // BOX, BOX) for keys in (KEYS, SLICE) for one in lines)),
+        Maps(*(cuda.tensor_map(one, keys * dim // BOX, BOX) for keys in (KEYS, FEW) for one in lines)),
         *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, out_thd)),
         *(c_void_p((out_thd if one is None else one).data_ptr()) for one in (partial, statistics)),
         c_void_p(turns.data_ptr()),

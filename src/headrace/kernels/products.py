@@ -87,7 +87,7 @@ class Products:
         """The result, by the way that was found for these sizes, now if that is allowed; by `plain` if none was."""
         if not _fits(x_mk, weight_nk):
             return plain.run(x_mk, weight_nk)
-        key = (share, in_parts, *x_mk.shape, len(weight_nk), x_mk.stride(0), weight_nk.stride(0))
+        key = (x_mk.get_device(), share, in_parts, *x_mk.shape, len(weight_nk), x_mk.stride(0), weight_nk.stride(0))
         if self._tuning and key not in self._ways:
             self._ways[key] = _tuned(x_mk, weight_nk, plain, share, others)
         return self._ways.get(key, plain).run(x_mk, weight_nk)

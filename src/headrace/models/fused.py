@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -27,7 +28,7 @@ class FusedOps(ReferenceOps):
     """
 
     def __init__(self) -> None:
-        self._products = Products()
+        self._products = _products()
 
     def tuning(self) -> AbstractContextManager[None]:
         """Within, products of sizes met for the first time are tuned. Not in a capture."""
@@ -87,6 +88,12 @@ class FusedOps(ReferenceOps):
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         _refuse_gradients(gate, up)
         return gated_silu(gate, up)
+
+
+@functools.cache
+def _products() -> Products:
+    """One for the process: what was found for a size once holds for every model."""
+    return Products()
 
 
 def _together(layers: Sequence[nn.Module]) -> tuple[list[nn.Linear], Tensor | None]:

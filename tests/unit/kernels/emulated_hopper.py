@@ -125,7 +125,7 @@ def attend_single(
     launches = (_Launch * len(blocks))(
         *(
             _Launch(
-                H.Maps(*(_map(cache, keys) for keys in (H.KEYS, H.SLICE) for cache in caches)),
+                H.Maps(*(_map(cache, keys) for keys in (H.KEYS, H.FEW) for cache in caches)),
                 *(one.ctypes.data for one in (q, *works[min(i, 1)], *result, turns)),
                 *(pieces, row, row, pages * page, table.shape[1]),
                 math.log2(math.e) / math.sqrt(dim),

@@ -191,7 +191,7 @@ def test_one_warp_s_scores_far_above_the_other_s(kernels, shape):
 
 TURN = "if (++stage == STAGES) stage = 0, parity ^= 1;"
 WAIT, LET = "await_kernel_before();\n    ", "let_next_begin();\n    "
-BYTES = "(KEYS / SLICE) * slices)"
+BYTES = "(KEYS / FEW) * count)"
 CLEARED = "before_copies();\n                    __syncwarp();"
 MEET = "            await_each_other<WARPS * 32>();\n        }\n"
 # What is planted: a text of the kernel, what takes its place, and which of its occurrences; and what finds it.
@@ -206,8 +206,8 @@ FAULTS = {
     "the next launch begins too early": (WAIT + LET, LET + WAIT, 0, few_then_many_blocks),
     "the producer's parity stays": (TURN, "if (++stage == STAGES) stage = 0;", 0, mixed_launches),
     "the consumers' parity stays": (TURN, "if (++stage == STAGES) stage = 0;", 1, mixed_launches),
-    "a last tile's bytes are too many": (BYTES, BYTES.replace("slices", "(slices + 1)"), 0, mixed_launches),
-    "a last tile's bytes are too few": (BYTES, BYTES.replace("slices", "(slices - 1)"), 0, mixed_launches),
+    "a last tile's bytes are too many": (BYTES, BYTES.replace("count", "(count + 1)"), 0, mixed_launches),
+    "a last tile's bytes are too few": (BYTES, BYTES.replace("count", "(count - 1)"), 0, mixed_launches),
     "the counters are left as they are": ("next[0] = next[1] = 0;", ";", 0, mixed_launches),
     "a stage is given back while lanes read": (
         "__syncwarp();\n            if (lane",
