@@ -2,13 +2,13 @@
 
 The work is a list of items, one row of int32 each, made by `decode_items` and `chunk_items` on the host:
 
-    token  count  position  first  last  place  part  whole
-      │      │       │        └──────┴── keys [first, last) of the sequence are read; whole: where its last tile
-      │      │       │                   begins, if the keys do not fill that one (`kernels.decode`)
+    token  count  position  first  last  place  part  merge
+      │      │       │        └──────┴── keys [first, last) of the sequence are read
       │      │       └─ position of the first query; query i sees keys up to position + i
       │      └─ consecutive queries of one sequence; 0: nothing to do
       └─ row of the first query                 place: row of the page table, or first row of packed keys
-                                                part: -1, or where the partial result goes until `merge`
+                                                part: -1, or where the partial result goes until parts are
+                                                joined, as that row of the merges says
 
 A long sequence's keys are split over several items (split-K), whose partial results `merge` joins in order.
 With one item per query block and a fixed tile the result of a query depends on its own keys alone, bit for bit,
@@ -215,27 +215,30 @@ def decode_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(items, merges) of one query per sequence, tokens 0 … B-1: at most B + `extra` items, `extra` merges.
 
-    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size, in tiles of `keys`.
+    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size, in tiles of `keys`,
+    and come first, so that what ends last is short.
     """
     count = len(lengths)
     items, merges = np.zeros((count + extra, ITEM), np.int32), np.zeros((extra, MERGE), np.int32)
     if not count:
         return items, merges
-    chunk = split_size(lengths, extra, keys) if extra else int(lengths.max())
+    tokens = np.argsort(-lengths, kind="stable")
+    lengths, places = lengths[tokens], places[tokens]
+    chunk = split_size(lengths, extra, keys) if extra else int(lengths[0])
     splits = -(-lengths // chunk)
     row = np.repeat(np.arange(count), splits)
     starts = np.cumsum(splits) - splits
     within = np.arange(len(row)) - starts[row]
-    items[: len(row), 0] = row
+    items[: len(row), 0] = tokens[row]
     items[: len(row), 1] = 1
     items[: len(row), 2] = lengths[row] - 1
     items[: len(row), 3] = within * chunk
     items[: len(row), 4] = np.minimum((within + 1) * chunk, lengths[row])
     items[: len(row), 5] = places[row]
     items[: len(row), 6] = np.where(splits[row] > 1, np.arange(len(row)), -1)
-    items[: len(row), 7] = items[: len(row), 4] - (items[: len(row), 4] - items[: len(row), 3]) % keys
     split = np.flatnonzero(splits > 1)
-    merges[: len(split), 0] = split
+    items[: len(row), 7] = np.where(splits[row] > 1, np.searchsorted(split, row), -1)
+    merges[: len(split), 0] = tokens[split]
     merges[: len(split), 1] = starts[split]
     merges[: len(split), 2] = splits[split]
     return items, merges

@@ -87,7 +87,7 @@ def _attend_single(
     # Neither items nor table are written by the launch before this one, so they need not wait for it.
     token, count = tl.load(item), tl.load(item + 1)
     first, last, place, part = tl.load(item + 3), tl.load(item + 4), tl.load(item + 5), tl.load(item + 6)
-    whole = tl.load(item + 7)
+    whole = last - (last - first) % KEYS
     launch.wait(EARLY)
     if count == 0:
         return

@@ -59,6 +59,16 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column,
 __device__ __forceinline__ void clear_16_bytes(u32 shared) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
+// From memory that other blocks write meanwhile, at a multiple of the array's size or of 16 bytes.
+template <int COUNT> __device__ __forceinline__ void load_from_all(float (&to)[COUNT], const float *from) {
+    if constexpr (COUNT == 2)
+        asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "l"(from) : "memory");
+    else
+#pragma unroll
+        for (int i = 0; i < COUNT; i += 4)
+            asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(to[i]), "=f"(to[i + 1]), "=f"(to[i + 2]), "=f"(to[i + 3]) : "l"(from + i) : "memory");
+}
 // What was written to shared memory comes before copies into it.
 __device__ __forceinline__ void before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -4,7 +4,8 @@
 // fetches tiles of KEYS keys and their values into a ring of STAGES, from one piece of work to the next without a
 // pause, and no more of a last tile than there is. A piece is an item of `kernels.attention` and a key head; blocks
 // take the next one when they are through. The other warps have SLICES · 16 keys of each tile to themselves and are
-// brought together at the end of a piece. Of a slice of 16 keys:
+// brought together at the end of a piece; who ends the last piece of a sequence that is split joins its parts. Of a
+// slice of 16 keys:
 //
 //     scores (16, Q) = keys (16, D) · queries (D, Q)       sums (D, Q) += valuesᵀ (D, 16) · weights (16, Q)
 //
@@ -14,11 +15,13 @@ constexpr int WARPS = 2, SLICES = 2, SLICE = 16, MINE = SLICES * SLICE, KEYS = W
 constexpr int FEW = 8;  // keys that are fetched at a time where a tile is not filled
 constexpr int BOX = 64, BOXES = D / BOX, ROW = BOXES * LINE;      // columns of a line, lines and bytes of a row
 constexpr int TILE_BYTES = KEYS * ROW, STAGE_BYTES = 2 * TILE_BYTES;  // keys, then values
+constexpr int EACH = BOX * QUERIES / (WARPS * 32);                           // columns of a query that a thread writes
 constexpr int PADDED = BOX + 4;                                              // no two lanes write to one bank
 constexpr int END = -1;
 constexpr float ROOM = 8.0f;  // powers of two by which a weight may pass 1 before the maximum is taken anew
 
-struct Item { int token, count, position, first, last, place, part, whole; };
+struct Item { int token, count, position, first, last, place, part, merge; };
+struct Merge { int token, first, parts, unused; };
 
 // Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled its lines. From there, if they are
 // among the row's first 16, others that are two further on each lie `further`; `rows` is a multiple of 8.
@@ -37,6 +40,7 @@ struct Shared {
     int piece[STAGES], begin[STAGES];  // what a stage is of; END: nothing more comes
     float best[WARPS][QUERIES], total[WARPS][QUERIES];
     float sums[WARPS][QUERIES][PADDED];
+    bool joins;
 };
 
 struct Maps { TensorMap keys, values, few_keys, few_values; };  // fetched by tiles, and by FEW
@@ -111,9 +115,42 @@ __device__ __forceinline__ float highest_of(const float (&best)[WARPS][QUERIES],
     return highest;
 }
 
-__device__ __forceinline__ void consume(const unsigned short *q, const Item *items, unsigned short *out, float *partial,
-                                        float *statistics, int q_stride, int out_stride, float scale, u32 ring,
-                                        Shared &shared) {
+// The parts of a sequence, in their order: the result does not depend on who joins them.
+__device__ __forceinline__ void join(const Merge merge, const float *partial, const float *statistics,
+                                     unsigned short *out, int out_stride, int head, int column) {
+    constexpr int AT_ONCE = 4;
+    float best = lowest(), total = 0.0f, sums[BOXES][EACH] = {};
+    for (int from = 0; from < merge.parts; from += AT_ONCE) {
+        float theirs[AT_ONCE][2], part[AT_ONCE][BOXES][EACH];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            const u64 at = (u64)(merge.first + min(from + i, merge.parts - 1)) * (GROUPS * Q) + head;
+            load_from_all(theirs[i], statistics + 2 * at);
+#pragma unroll
+            for (int box = 0; box < BOXES; box++) load_from_all(part[i][box], partial + at * D + box * BOX + column);
+        }
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; i++) {
+            if (from + i >= merge.parts) break;
+            const float higher = fmaxf(best, theirs[i][0]);
+            const float fade = power_of_2(best - higher), share = power_of_2(theirs[i][0] - higher);
+            best = higher, total = total * fade + theirs[i][1] * share;
+#pragma unroll
+            for (int j = 0; j < BOXES * EACH; j++)
+                sums[j / EACH][j % EACH] = sums[j / EACH][j % EACH] * fade + part[i][j / EACH][j % EACH] * share;
+        }
+    }
+#pragma unroll
+    for (int box = 0; box < BOXES; box++) {
+        u32 *to = (u32 *)(out + (u64)merge.token * out_stride + head * D + box * BOX + column);
+#pragma unroll
+        for (int i = 0; i < EACH; i += 2) to[i / 2] = pair(sums[box][i] / total, sums[box][i + 1] / total);
+    }
+}
+
+__device__ __forceinline__ void consume(const unsigned short *q, const Item *items, const Merge *merges,
+                                        unsigned short *out, float *partial, float *statistics, int *arrived,
+                                        int q_stride, int out_stride, float scale, u32 ring, Shared &shared) {
     const int thread = threadIdx.x - 32, warp = thread / 32, lane = thread % 32, row = lane / 4, quarter = lane % 4;
     int stage = 0, parity = 0;
     await_kernel_before();
@@ -211,13 +248,14 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
         float fade[2];
 #pragma unroll
         for (int j = 0; j < 2; j++) fade[j] = power_of_2(best[j] - highest_of(shared.best, 2 * quarter + j));
-        constexpr int EACH = BOX * QUERIES / (WARPS * 32);  // columns of a query that a thread writes at a time
         const int query = thread / (BOX / EACH), column = thread % (BOX / EACH) * EACH, head = group * Q + query;
         const float highest = highest_of(shared.best, query);
         float weight = 0.0f;
         for (int w = 0; w < WARPS; w++)
             weight += shared.total[w][query] * power_of_2(shared.best[w][query] - highest);
         const u64 part = (u64)item.part * (GROUPS * Q) + head;
+        if (query < Q && item.part >= 0 && column == 0)
+            statistics[2 * part] = highest, statistics[2 * part + 1] = weight;
 #pragma unroll
         for (int box = 0; box < BOXES; box++) {
 #pragma unroll
@@ -238,18 +276,26 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
             } else if (query < Q) {
 #pragma unroll
                 for (int i = 0; i < EACH; i++) partial[part * D + box * BOX + column + i] = sum[i];
+                __threadfence();
             }
             await_each_other<WARPS * 32>();
         }
-        if (query < Q && item.part >= 0 && column == 0)
-            statistics[2 * part] = highest, statistics[2 * part + 1] = weight;
+        if (item.part < 0) continue;
+        const Merge merge = merges[item.merge];
+        int *const come = arrived + item.merge * GROUPS + group;
+        if (thread == 0) shared.joins = atomicAdd(come, 1) == merge.parts - 1;
+        await_each_other<WARPS * 32>();
+        if (!shared.joins) continue;
+        __threadfence();
+        if (query < Q) join(merge, partial, statistics, out, out_stride, head, column);
+        if (thread == 0) *come = 0;
     }
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, 2)
 attend_single(const __grid_constant__ Maps maps, const unsigned short *q, const int *table, const Item *items,
-              unsigned short *out, float *partial, float *statistics, int *next, int pieces, int q_stride,
-              int out_stride, int head_rows, int table_stride, float scale) {
+              const Merge *merges, unsigned short *out, float *partial, float *statistics, int *counters, int pieces,
+              int q_stride, int out_stride, int head_rows, int table_stride, float scale) {
     SHARED_ROOM(room);
     SHARED(Shared, shared);
     const u32 ring = (address(room) + 1023) & ~1023u;
@@ -262,7 +308,7 @@ attend_single(const __grid_constant__ Maps maps, const unsigned short *q, const 
     }
     __syncthreads();
     if (threadIdx.x < 32)
-        produce(maps, table, items, pieces, head_rows, table_stride, next, ring, shared);
+        produce(maps, table, items, pieces, head_rows, table_stride, counters, ring, shared);
     else
-        consume(q, items, out, partial, statistics, q_stride, out_stride, scale, ring, shared);
+        consume(q, items, merges, out, partial, statistics, counters + 2, q_stride, out_stride, scale, ring, shared);
 }

@@ -54,15 +54,16 @@ def attend_single(
     cache: Cache,
     table: Tensor,
     items: Tensor,
+    merges: Tensor,
     out_thd: Tensor,
-    turns: Tensor,
+    counters: Tensor,
     partial: Tensor | None = None,
     statistics: Tensor | None = None,
 ) -> None:
-    """As `attention.attend`, for items of one query each. For what `serves` accepts.
+    """As `attention.attend` and then `merge`, for items of one query each. For what `serves` accepts.
 
-    `turns`: two int32, zeros, that no other launch uses at the same time; they are zeros again afterwards. Items
-    of no queries come last.
+    `counters`: as many as `counters_for` says, zeros, that no other launch uses at the same time; they are zeros
+    again afterwards. Items of no queries come last.
     """
     _, heads, dim = q_thd.shape
     groups = cache.keys.shape[0]
@@ -72,9 +73,9 @@ def attend_single(
     lines = cache.keys.view(-1, BOX), cache.values.view(-1, BOX)
     arguments = (
         Maps(*(cuda.tensor_map(one, keys * dim // BOX, BOX) for keys in (KEYS, FEW) for one in lines)),
-        *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, out_thd)),
+        *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, merges, out_thd)),
         *(c_void_p((out_thd if one is None else one).data_ptr()) for one in (partial, statistics)),
-        c_void_p(turns.data_ptr()),
+        c_void_p(counters.data_ptr()),
         c_int(pieces),
         *(c_int(number) for number in (q_thd.stride(0), out_thd.stride(0), cache.head // dim, table.stride(0))),
         c_float(math.log2(math.e) / math.sqrt(dim)),
@@ -84,6 +85,11 @@ def attend_single(
         kernel = _kernel(dim, heads // groups, groups, cache.page, device)
         assert kernel is not None
         kernel.launch((min(pieces, _blocks(device)), 1, 1), 32 * WARPS, arguments, early=launch.early())
+
+
+def counters_for(merges: int, groups: int) -> int:
+    """int32 numbers of `attend_single`: whose turn it is, who has ended, and what parts have come of each merge."""
+    return 2 + merges * groups
 
 
 @functools.cache

@@ -16,8 +16,8 @@ class PagedContext:
     """A `CacheContext`. The pass's first tokens are single queries, the others chunks; both as lists of items.
 
     `layer` gives a layer's (keys, values), (G, N, S, D) each. With `invariant` the result of a token does not
-    depend on what else is in the pass, bit for bit; then no sequence may be split over items. `turns` is for
-    `hopper_decode.attend_single`.
+    depend on what else is in the pass, bit for bit; then no sequence may be split over items. `counters` are
+    those of `hopper_decode.attend_single`.
     """
 
     def __init__(
@@ -28,13 +28,13 @@ class PagedContext:
         single: Tensor,
         merges: Tensor,
         chunks: Tensor,
-        turns: Tensor,
+        counters: Tensor,
         *,
         invariant: bool = False,
     ):
         self._layer, self._table, self.rows = layer, table, rows
         self._single, self._merges, self._chunks = single, merges, chunks
-        self._turns, self._invariant = turns, invariant
+        self._counters, self._invariant = counters, invariant
         self._partial: tuple[Tensor, Tensor] | tuple[None, None] = (None, None)
 
     def keys(self, layer: int) -> Tensor:
@@ -66,8 +66,10 @@ class PagedContext:
     def _attend_single(self, q_thd: Tensor, cache: kernels.Cache, out_thd: Tensor) -> None:
         scratch = self._scratch(q_thd)
         if not self._invariant and hopper_decode.serves(q_thd, cache):
-            hopper_decode.attend_single(q_thd, cache, self._table, self._single, out_thd, self._turns, *scratch)
-        elif not self._invariant and cache.keys.dtype == FLOAT8 and decode.serves(q_thd, cache):
+            work = self._single, self._merges
+            hopper_decode.attend_single(q_thd, cache, self._table, *work, out_thd, self._counters, *scratch)
+            return
+        if not self._invariant and cache.keys.dtype == FLOAT8 and decode.serves(q_thd, cache):
             decode.attend_single(q_thd, cache, self._table, self._single, out_thd, *scratch)
         else:
             tile = self._single_tile(q_thd.shape[1], cache.keys.shape[0])

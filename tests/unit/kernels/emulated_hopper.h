@@ -100,6 +100,10 @@ __device__ __forceinline__ void clear_16_bytes(u32 shared) {
     now->block->unfenced[shared / 16] = true;
     now->unfenced.push_back(shared / 16);
 }
+template <int COUNT> __device__ __forceinline__ void load_from_all(float (&to)[COUNT], const float *from) {
+    perhaps_let_others_go_first();
+    std::copy(from, from + COUNT, to);
+}
 __device__ __forceinline__ void before_copies() {
     for (u32 at : now->unfenced) now->block->unfenced[at] = false;
     now->unfenced.clear();
@@ -208,9 +212,10 @@ struct Launch {
     const unsigned short *q;
     const int *table;
     const Item *items;
+    const Merge *merges;
     unsigned short *out;
     float *partial, *statistics;
-    int *next, pieces, q_stride, out_stride, head_rows, table_stride;
+    int *counters, pieces, q_stride, out_stride, head_rows, table_stride;
     float scale;
     int blocks, threads;
 };
@@ -234,8 +239,8 @@ static void phase_complete(Block &block, u32 barrier) {
 
 static void live() {
     const Launch &launch = *now->block->grid->launch;
-    attend_single(launch.maps, launch.q, launch.table, launch.items, launch.out, launch.partial, launch.statistics,
-                  launch.next, launch.pieces, launch.q_stride, launch.out_stride, launch.head_rows,
+    attend_single(launch.maps, launch.q, launch.table, launch.items, launch.merges, launch.out, launch.partial,
+                  launch.statistics, launch.counters, launch.pieces, launch.q_stride, launch.out_stride, launch.head_rows,
                   launch.table_stride, launch.scale);
     now->ended = true, now->block->running--;
     _longjmp(scheduler, 1);

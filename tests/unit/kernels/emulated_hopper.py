@@ -34,7 +34,8 @@ class Fault(Exception):
 class _Launch(ctypes.Structure):
     _fields_ = (
         ("maps", H.Maps),
-        *((name, c_void_p) for name in ("q", "table", "items", "out", "partial", "statistics", "next")),
+        *((name, c_void_p) for name in ("q", "table", "items", "merges")),
+        *((name, c_void_p) for name in ("out", "partial", "statistics", "counters")),
         *((name, c_int) for name in ("pieces", "q_stride", "out_stride", "head_rows", "table_stride")),
         ("scale", c_float),
         *((name, c_int) for name in ("blocks", "threads")),
@@ -89,6 +90,7 @@ def attend_single(
     values_gnsd: Tensor,
     table: np.ndarray,
     items: np.ndarray,
+    merges: np.ndarray,
     *,
     seed: int = 0,
     blocks: Sequence[int] = (4,),
@@ -108,11 +110,11 @@ def attend_single(
     caches = [_bits(cache).reshape(-1, dim) for cache in (keys_gnsd, values_gnsd)]
     for cache in caches:
         late.write(cache)
-    works = [[np.array(one, np.int32, order="C") for one in (table, items)] for _ in range(2)]
+    works = [[np.array(one, np.int32, order="C") for one in (table, items, merges)] for _ in range(2)]
     for one in works[1]:
         late.write(one, before=0)
 
-    turns = np.zeros(2, np.int32)
+    turns = np.zeros(2 + groups * len(merges), np.int32)
     pieces = groups * len(items)
     results = [
         (
@@ -137,7 +139,7 @@ def attend_single(
     writes = (_Write * len(late.writes))(*late.writes)
     if words := kernel.run(seed, resident, writes, len(writes), launches, len(launches)):
         raise Fault(words.decode())
-    assert turns.tolist() == [0, 0]
+    assert not turns.any()
     for out, _, _ in results:
         assert (out[:, -PADDING:] == 0xFFFF).all()
     return [

@@ -169,13 +169,15 @@ def test_items_cover_every_key_once_within_their_budget():
         assert len(items) == count + extra
         used = items[items[:, 1] > 0]
         seen = np.zeros(count, int)
-        for token, _, position, first, last, place, part, _ in used:
+        for token, _, position, first, last, place, part, merge in used:
             assert place == token
             assert position == lengths[token] - 1
             assert first == seen[token] < last
-            assert (part >= 0) == (last - first < lengths[token])
+            assert (part >= 0) == (merge >= 0) == (last - first < lengths[token])
+            assert part < 0 or merges[merge, 0] == token
             seen[token] = last
         assert (seen == lengths).all()
+        assert (np.diff(lengths[used[:, 0]]) <= 0).all()
         joined = merges[merges[:, 2] > 0]
         assert sorted(joined[:, 0]) == [t for t in range(count) if (used[:, 0] == t).sum() > 1]
         for token, first, parts, _ in joined:

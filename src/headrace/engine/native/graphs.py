@@ -13,6 +13,7 @@ launch their kernels one by one; they are long enough to hide it.
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -32,17 +33,19 @@ from headrace.engine.native.staging import Copied, Layout, Staging
 from headrace.engine.native.weights import Weights
 from headrace.errors import ConfigError
 from headrace.kernels import attention as kernels
+from headrace.kernels import hopper_decode
 from headrace.kernels.decode import tile_keys
 from headrace.kernels.inputs import prepare
 from headrace.kernels.sampler import Sampler, SamplerInputs, SamplerOutputs
 from headrace.kernels.truncation import expand_support
-from headrace.models import CausalLM, PagedContext
+from headrace.models import CausalLM, ModelConfig, PagedContext
 
 LOG = logging.getLogger(__name__)
 
 AHEAD = 1
 FEW = 48
-"""Sequences below which attention is always prepared to split them, so that fewer graphs are captured."""
+"""Sequences below which attention is always prepared to split them, so that fewer graphs are captured. Where that
+takes no further launch, it is for any number."""
 SPARE_UPDATES = 512
 """Page numbers that a captured step can bring to its table beyond one for each sequence."""
 SUPPORT_CAPACITY = 1024
@@ -112,10 +115,12 @@ class GraphRunner:
             )
         self._queries_per_item = (kernels.INVARIANT if self._exact else kernels.CHUNK).rows // per_group
         self._extra = 0 if self._exact else -(-SPLIT_PROGRAMS // model.config.num_kv_heads)
+        self._few = sys.maxsize if not self._exact and self._joins_parts(model.config) else FEW
         self._tile_keys = tile_keys(kv.page_size) or kernels.DECODE.keys
         self._buckets = buckets(config.max_running)
         self._table = torch.zeros(slots.page_table.shape, dtype=torch.int32, device=self._device)
-        self._turns = torch.zeros(2, dtype=torch.int32, device=self._device)
+        counters = hopper_decode.counters_for(self._extra, model.config.num_kv_heads)
+        self._counters = torch.zeros(counters, dtype=torch.int32, device=self._device)
         self._last_token = torch.zeros(slots.capacity, dtype=torch.int32, device=self._device)
         vocab = model.config.vocab_size
         self._sampler = Sampler(config.max_running, vocab, self._device, min(SUPPORT_CAPACITY, vocab))
@@ -187,7 +192,7 @@ class GraphRunner:
             given["single_items"],
             given["merges"],
             given["chunk_items"],
-            self._turns,
+            self._counters,
             invariant=self._exact,
         )
         hidden_td: Tensor = self._model(tokens, given["positions"], context)
@@ -226,7 +231,7 @@ class GraphRunner:
                 for i, bucket in enumerate(reversed(self._buckets)):
                     count = side * len(self._buckets) + i
                     LOG.info("capturing graphs: %d of %d batch sizes", count, sides * len(self._buckets))
-                    for extra in {self._extra, 0 if bucket >= FEW else self._extra}:
+                    for extra in {self._extra, 0 if bucket >= self._few else self._extra}:
                         self._captured(self._single_shape(bucket, extra), truncating=False)
             self.synchronize()
             if both:
@@ -260,6 +265,11 @@ class GraphRunner:
         ops = self._model.ops
         return ops.tuning() if isinstance(ops, models.FusedOps) else nullcontext()
 
+    def _joins_parts(self, config: ModelConfig) -> bool:
+        """Whether the kernel that attends to a split sequence also joins its parts."""
+        q_thd = torch.empty(1, config.num_heads, config.head_dim, dtype=self._kv.dtype, device=self._device)
+        return hopper_decode.serves(q_thd, kernels.Cache.paged(*self._kv.layer(0)))
+
     # ── Numbers ──────────────────────────────────────────────────────────────────────────────────────────
 
     def _single_shape(self, bucket: int, extra: int) -> Shape:
@@ -274,7 +284,7 @@ class GraphRunner:
         if not self._extra or not len(plan.rows):
             return 0
         lengths = plan.positions + 1
-        if bucket >= FEW and lengths.max() <= kernels.split_size(lengths, self._extra, self._tile_keys):
+        if bucket >= self._few and lengths.max() <= kernels.split_size(lengths, self._extra, self._tile_keys):
             return 0
         return self._extra
 
