@@ -179,10 +179,11 @@ def test_a_scorer_that_does_not_load_in_time_is_named(project):
     slow = "\nimport time\nclass Slow:\n    def __init__(self):\n        time.sleep(60)\n"
     (project.path / "user.py").write_text((project.path / "user.py").read_text() + slow)
     done = project.headrace(
-        "train", "config.toml", "--set", "scorer.source=user.py:Slow", "--set", "limits.start_s=8"
+        "train", "config.toml", "--set", "scorer.source=user.py:Slow", "--set", "limits.start_s=12"
     )
     assert done.returncode == 1
-    assert "the controller waited 8.0 s for scorer-1 to load the user's code" in done.stderr
+    assert "the scorer's workers have been loading the user's code for 10 s." in done.stderr
+    assert "the controller waited 12.0 s for scorer-1 to load the user's code" in done.stderr
     assert project.children() == {}
 
 

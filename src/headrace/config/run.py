@@ -41,7 +41,7 @@ class EvaluationConfig(Config):
 class LimitsConfig(Config):
     """Deadlines: every wait has one."""
 
-    start_s: Annotated[float, Meta(gt=0)] = 120.0
+    start_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest a process may take to start and load its model."""
     batch_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Longest the trainer waits for a batch."""

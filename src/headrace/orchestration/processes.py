@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ async def spawn(
     return peer
 
 
+@asynccontextmanager
+async def telling(
+    say: Callable[[str], None] | None, what: str, more: Callable[[], str] = lambda: ""
+) -> AsyncIterator[None]:
+    """Meanwhile, `say` now and then for how long, and whatever `more` there is to tell."""
+
+    async def tell() -> None:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while say is not None:
+            await asyncio.sleep(SAY_EVERY_S)
+            say(f"{what} for {clock() - begun:.0f} s. {more()}".rstrip())
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        task.cancel()
+
+
 async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], None] | None = None) -> None:
     """Wait until the child says that it has loaded; now and then `say` what it is doing, by its log."""
     said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -87,12 +108,8 @@ async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], Non
 
     peer.on_message = hear
     either: set[asyncio.Future[Any]] = {said, peer.died}
-    clock = asyncio.get_running_loop().time
-    begun, done = clock(), set[asyncio.Future[Any]]()
-    while not done and (left := begun + seconds - clock()) > 0:
-        done, _ = await asyncio.wait(either, timeout=min(left, SAY_EVERY_S), return_when=asyncio.FIRST_COMPLETED)
-        if not done and say is not None:
-            say(f"{peer.name} has been starting for {clock() - begun:.0f} s. {peer.last_line()}".rstrip())
+    async with telling(say, f"{peer.name} has been starting", peer.last_line):
+        done, _ = await asyncio.wait(either, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     if not done:
         look_at = f"logs/{peer.name}.log in the run's folder, or raise limits.start_s"
         raise DeadlineExceeded("the controller", f"{peer.name} to start", seconds, look_at)
