@@ -229,6 +229,20 @@ def test_rows_of_different_parts_become_tables_with_columns_of_their_own() -> No
     assert _tables().table([{"x": 1}]) == ["| x |", "|---|", "| 1 |"]
 
 
+def test_the_picture_shows_each_point_once_and_peers_below_theirs() -> None:
+    decode = {"part": "decode", "shape": "tiny", "point": "8x160", "limit_frac": 0.5, "tok_s": 1000.0}
+    peers = [{"part": "peers", "shape": "tiny", "point": "8x160", "peer": f"peer {i}"} for i in range(2)]
+    peers[0]["tok_s"] = 100.0
+    chart = _tables().chart
+    shown = chart.bars([decode, {**decode, "shape": "large"}, *peers, {**decode, "tok_s": 9.0}])
+    assert [(bar.label, round(bar.share, 3)) for bar in shown] == [
+        ("TINY, 8 × 160", 0.5),
+        ("peer 0", 0.05),
+        ("LARGE, 8 × 160", 0.5),
+    ]
+    assert chart.svg([decode, *peers]).count("<rect") == 4
+
+
 def test_the_benchmark_is_known_and_says_what_it_ran_on() -> None:
     assert BENCHMARKS["engine"] == "headrace.bench.engine:run"
     assert _tables().COMMANDS["engine"] == "headrace bench engine --json"
@@ -244,5 +258,7 @@ def _tables() -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(ROOT / "benchmarks")
+        spec.loader.exec_module(module)
     return module
