@@ -37,7 +37,7 @@ def bars(rows: list[dict[str, Any]]) -> list[Bar]:
 
 
 def svg(rows: list[dict[str, Any]]) -> str:
-    """Colours that can be read on white and on black."""
+    """The picture's text, in colours that can be read on white and on black."""
     shown, full = bars(rows), WIDTH - LEFT - RIGHT
     height = TOP + ROW * len(shown) + 8
     lines = [

@@ -53,10 +53,10 @@ def pages() -> dict[Path, str]:
         machine = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
         lines += [f"## {file.stem}", "", f"`{COMMANDS[result['bench']]}` · {machine}", ""]
         lines += [f"{result['date']}, commit {result['commit']}.", ""]
-        if result["bench"] == "engine":
-            picture = PAGE.with_name(f"{file.stem}.svg")
+        if any(row.get("part") == "decode" for row in result["rows"]):
+            picture = PAGE.parent / "images" / f"{file.stem}.svg"
             pictures[picture] = chart.svg(result["rows"])
-            lines += [f"![decode steps beside their limit]({picture.name})", ""]
+            lines += [f"![decode steps beside their limit](images/{picture.name})", ""]
         lines += [*table(result["rows"]), ""]
         lines += [*table([{"figure": name, "value": value} for name, value in result["figures"].items()]), ""]
     return {PAGE: "\n".join(lines), **pictures}

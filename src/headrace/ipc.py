@@ -17,7 +17,8 @@ import queue
 import socket
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError
 from headrace.records import Record, message
 
 _READ_BYTES = 1 << 20
+SAY_EVERY_S = 10.0
 
 
 @message
@@ -303,6 +305,27 @@ class Peer:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(error)
+
+
+@asynccontextmanager
+async def telling(
+    say: Callable[[str], None] | None, what: str, more: Callable[[], str] = lambda: ""
+) -> AsyncIterator[None]:
+    """Meanwhile, `say` now and then for how long, and whatever `more` there is to tell. What either raises is not
+    raised here."""
+
+    async def tell() -> None:
+        clock = asyncio.get_running_loop().time
+        begun = clock()
+        while say is not None:
+            await asyncio.sleep(SAY_EVERY_S)
+            say(f"{what} for {clock() - begun:.0f} s. {more()}".rstrip())
+
+    task = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
 def _exit_words(status: int) -> str:

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
-from headrace.ipc import ORPHANED, Channel, Peer, Stop
+from headrace.ipc import ORPHANED, Channel, Peer, Stop, telling
 from headrace.records import Nested, Record, message
 
 _CANCEL_GRACE_S = 1.0
@@ -228,14 +228,22 @@ class Pool:
     """Workers of one kind. `kind` begins the reason of a failure: scorer_crash, environment_timeout, …"""
 
     def __init__(
-        self, kind: str, spawn: Spawn, *, workers: int, concurrency: int, timeout_s: float, start_s: float
+        self,
+        kind: str,
+        spawn: Spawn,
+        *,
+        workers: int,
+        concurrency: int,
+        timeout_s: float,
+        start_s: float,
+        say: Callable[[str], None] | None = None,
     ):
         self._kind = kind
         self._spawn = spawn
         self._count = workers
         self._slots = asyncio.Semaphore(workers * concurrency)
         self._timeout_s = timeout_s
-        self._start_s = start_s
+        self._start_s, self._say = start_s, say
         self._workers: list[_Worker] = []
         self._again = [_Apart(_SUSPECTS_TOGETHER), _Apart(1)]
         self._numbers = itertools.count(1)
@@ -283,7 +291,8 @@ class Pool:
     async def _new(self) -> _Worker:
         worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"), self._repair)
         try:
-            async with asyncio.timeout(self._start_s):
+            what = f"{worker.peer.name} has been loading the user's code"
+            async with asyncio.timeout(self._start_s), telling(self._say, what, worker.peer.last_line):
                 await worker.ready
         except TimeoutError:
             await worker.end("timeout")

@@ -151,6 +151,38 @@ def test_launches_after_each_other_share_the_counters(counters):
     assert not counters.any()
 
 
+def test_layers_of_split_sequences_share_their_scratch(counters):
+    """In a graph, as the engine's do; what one leaves behind the next must not see."""
+    lengths = np.array([5000, 3, 700, 9000, 64, 300, 2100])
+    cases = [
+        Case(9 + i, lengths=lengths, heads=32, groups=8, dim=128, page=64, dtype=torch.bfloat16) for i in range(4)
+    ]
+    q = cases[0].queries(len(lengths))
+    works = [
+        [torch.from_numpy(one).cuda() for one in A.decode_items(lengths, case.places, 64, H.KEYS)] for case in cases
+    ]
+    partial, statistics = (torch.empty(len(works[0][0]), 32, width, device="cuda") for width in (128, 2))
+    outs = [torch.empty_like(q) for _ in cases]
+
+    def run() -> None:
+        for case, work, out in zip(cases, works, outs, strict=True):
+            cache = A.Cache.paged(case.keys, case.values)
+            H.attend_single(q, cache, case.device_table, *work, out, counters, partial, statistics)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    expected = [case.expected(q, case.places, lengths - 1) for case in cases]
+    for _ in range(20):
+        for tensor in (partial, statistics, *outs):
+            tensor.fill_(float("nan"))
+        graph.replay()
+        for out, one in zip(outs, expected, strict=True):
+            close(out, one)
+    assert not counters.any()
+
+
 def test_which_caches_it_serves():
     def serves(heads: int, dim: int, page: int, dtype: torch.dtype = torch.bfloat16) -> bool:
         keys = torch.empty(2, 3, page, dim, dtype=dtype, device="cuda")

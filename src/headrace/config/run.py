@@ -42,7 +42,7 @@ class LimitsConfig(Config):
     """Deadlines: every wait has one."""
 
     start_s: Annotated[float, Meta(gt=0)] = 600.0
-    """Longest a process may take to start and load its model."""
+    """Longest a process may take to start and load its model or your code."""
     batch_s: Annotated[float, Meta(gt=0)] = 3600.0
     """Longest the trainer waits for a batch."""
     step_s: Annotated[float, Meta(gt=0)] = 3600.0

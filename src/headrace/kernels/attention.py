@@ -7,8 +7,8 @@ The work is a list of items, one row of int32 each, made by `decode_items` and `
       │      │       └─ position of the first query; query i sees keys up to position + i
       │      └─ consecutive queries of one sequence; 0: nothing to do
       └─ row of the first query                 place: row of the page table, or first row of packed keys
-                                                part: -1, or where the partial result goes until parts are
-                                                joined, as that row of the merges says
+                                                part: -1, or where the partial result goes until the parts
+                                                are joined; merge: the row of the merges that says which
 
 A long sequence's keys are split over several items (split-K), whose partial results `merge` joins in order.
 With one item per query block and a fixed tile the result of a query depends on its own keys alone, bit for bit,
@@ -35,6 +35,8 @@ ITEM = 8
 """int32 numbers of an item."""
 MERGE = 4
 """int32 numbers of a merge: token, first part, parts, unused. No parts: nothing to do."""
+LONG = 1.5
+"""Times the mean: sequences that are begun before the others."""
 LEAST_SPLIT = 256
 """Keys below which splitting a sequence gains nothing."""
 
@@ -215,16 +217,17 @@ def decode_items(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(items, merges) of one query per sequence, tokens 0 … B-1: at most B + `extra` items, `extra` merges.
 
-    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size, in tiles of `keys`,
-    and come first, so that what ends last is short.
+    Sequence b sees `lengths[b]` keys. Long ones are split so that the items are of like size, in tiles of `keys`.
+    Those of more than `LONG` times the mean come first, the longest before all, so that what ends last is short;
+    the others stay in order, as neighbours may share pages.
     """
     count = len(lengths)
     items, merges = np.zeros((count + extra, ITEM), np.int32), np.zeros((extra, MERGE), np.int32)
     if not count:
         return items, merges
-    tokens = np.argsort(-lengths, kind="stable")
+    tokens = np.argsort(np.where(lengths > LONG * lengths.mean(), -lengths, 0), kind="stable")
     lengths, places = lengths[tokens], places[tokens]
-    chunk = split_size(lengths, extra, keys) if extra else int(lengths[0])
+    chunk = split_size(lengths, extra, keys) if extra else int(lengths.max())
     splits = -(-lengths // chunk)
     row = np.repeat(np.arange(count), splits)
     starts = np.cumsum(splits) - splits

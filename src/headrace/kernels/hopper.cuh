@@ -9,7 +9,7 @@ struct __align__(64) TensorMap { u64 words[16]; };
 #define SHARED_ROOM(name) extern __shared__ unsigned char name[]
 #define SHARED(type, name) __shared__ type name
 
-constexpr int LINE = 128;  // bytes of a row in shared memory
+constexpr int LINE = 128;  // bytes that are swizzled together in shared memory
 constexpr u64 READ_ONCE = 0x12F0000000000000ull, READ_AGAIN = 0x1000000000000000ull;  // L2 gives the first up at once
 constexpr u32 ALL = 0xFFFFFFFFu;
 

@@ -9,7 +9,7 @@
 //
 //     scores (16, Q) = keys (16, D) · queries (D, Q)       sums (D, Q) += valuesᵀ (D, 16) · weights (16, Q)
 //
-// The host defines D (a multiple of 64), Q (at most 8 queries of a key head), GROUPS, PAGE and STAGES.
+// The host defines D (64 or 128), Q (at most 8 queries of a key head), GROUPS, PAGE and STAGES.
 
 constexpr int WARPS = 2, SLICES = 2, SLICE = 16, MINE = SLICES * SLICE, KEYS = WARPS * MINE, QUERIES = 8;
 constexpr int FEW = 8;  // keys that are fetched at a time where a tile is not filled
@@ -23,8 +23,9 @@ constexpr float ROOM = 8.0f;  // powers of two by which a weight may pass 1 befo
 struct Item { int token, count, position, first, last, place, part, merge; };
 struct Merge { int token, first, parts, unused; };
 
-// Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled its lines. From there, if they are
-// among the row's first 16, others that are two further on each lie `further`; `rows` is a multiple of 8.
+// Where 8 neighbouring columns of a row lie in a tile, as the copy engine swizzled its lines; and from the place of a
+// row's columns 0–7 or 8–15 to those 16 · `twos` columns further and `rows`, a multiple of 8, below.
+static_assert(BOXES <= 2, "a row has more lines than `further` knows of");
 __device__ __forceinline__ u32 place_of(u32 tile, int row, int eight) {
     const int line = row * BOXES + eight / 8;
     return tile + line * LINE + ((eight % 8 ^ line % 8) << 4);
@@ -276,7 +277,7 @@ __device__ __forceinline__ void consume(const unsigned short *q, const Item *ite
             } else if (query < Q) {
 #pragma unroll
                 for (int i = 0; i < EACH; i++) partial[part * D + box * BOX + column + i] = sum[i];
-                __threadfence();
+                if (box == BOXES - 1) __threadfence();
             }
             await_each_other<WARPS * 32>();
         }

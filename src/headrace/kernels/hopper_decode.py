@@ -62,8 +62,10 @@ def attend_single(
 ) -> None:
     """As `attention.attend` and then `merge`, for items of one query each. For what `serves` accepts.
 
-    `counters`: as many as `counters_for` says, zeros, that no other launch uses at the same time; they are zeros
-    again afterwards. Items of no queries come last.
+    The kernel launched just before this one must not write table or items, and must wait before it lets this one
+    begin (`launch.wait`), so that all before it has ended. Items of no queries come last. `counters`: as many as
+    `counters_for` says, zeros, that no other launch uses at the same time; they are zeros again afterwards.
+    `partial` and `statistics` are given where an item has a part.
     """
     _, heads, dim = q_thd.shape
     groups = cache.keys.shape[0]

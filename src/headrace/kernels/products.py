@@ -49,11 +49,18 @@ class Way(NamedTuple):
     parts: int = 1
 
 
-class Products:
-    """Weights and inputs are bfloat16 on one CUDA device; anything else goes PyTorch's way. Not thread-safe."""
+Found = dict[tuple[float, ...], Way]
+"""By device and sizes."""
 
-    def __init__(self) -> None:
-        self._ways: dict[tuple[float, ...], Way] = {}
+
+class Products:
+    """Of weights and inputs in bfloat16 on a CUDA device; anything else goes PyTorch's way. Not thread-safe.
+
+    What is found for sizes goes into `found`, which others may share.
+    """
+
+    def __init__(self, found: Found | None = None) -> None:
+        self._found: Found = {} if found is None else found
         self._tuning = False
 
     @contextmanager
@@ -88,9 +95,12 @@ class Products:
         if not _fits(x_mk, weight_nk):
             return plain.run(x_mk, weight_nk)
         key = (x_mk.get_device(), share, in_parts, *x_mk.shape, len(weight_nk), x_mk.stride(0), weight_nk.stride(0))
-        if self._tuning and key not in self._ways:
-            self._ways[key] = _tuned(x_mk, weight_nk, plain, share, others)
-        return self._ways.get(key, plain).run(x_mk, weight_nk)
+        if self._tuning and key not in self._found:
+            found = _tuned(x_mk, weight_nk, plain, share, others)
+            if found is None:
+                return plain.run(x_mk, weight_nk)
+            self._found[key] = found
+        return self._found.get(key, plain).run(x_mk, weight_nk)
 
 
 def _fits(x_mk: Tensor, weight_nk: Tensor) -> bool:
@@ -113,13 +123,15 @@ def _by_our_kernel(x_mk: Tensor, weight_nk: Tensor) -> Iterator[Way]:
         yield from (Way(partial(hopper_gate.gated_product, tile=tile)) for tile in hopper_gate.tiles(len(x_mk)))
 
 
-def _tuned(x_mk: Tensor, weight_nk: Tensor, plain: Way, share: float, others: Callable[[], Iterator[Way]]) -> Way:
-    """`fastest`, or the plain one where trying fails: an engine runs without it."""
+def _tuned(
+    x_mk: Tensor, weight_nk: Tensor, plain: Way, share: float, others: Callable[[], Iterator[Way]]
+) -> Way | None:
+    """`fastest`, or None where trying fails: an engine runs without it, and there may be more memory next time."""
     try:
         return fastest(x_mk, weight_nk, plain, share, others())
     except (RuntimeError, OSError) as error:
         warnings.warn(f"products are not tuned: {error}", RuntimeWarning, stacklevel=2)
-        return plain
+        return None
 
 
 def fastest(x_mk: Tensor, weight_nk: Tensor, plain: Way, share: float, others: Iterator[Way]) -> Way:

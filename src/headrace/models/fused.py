@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
@@ -12,11 +11,14 @@ from torch.nn import functional as F
 
 from headrace.kernels.gate import gated_silu
 from headrace.kernels.norm import add_rms_norm, rms_norm
-from headrace.kernels.products import Products
+from headrace.kernels.products import Found, Products
 from headrace.kernels.rotate import rotate, rotate_and_write
 from headrace.models.attention import AttentionContext, CacheContext
 from headrace.models.joined import side_by_side
 from headrace.models.ops import ReferenceOps, Rotation
+
+_FOUND: Found = {}
+"""What was found for a product's sizes holds for every model of the process."""
 
 
 class FusedOps(ReferenceOps):
@@ -28,7 +30,7 @@ class FusedOps(ReferenceOps):
     """
 
     def __init__(self) -> None:
-        self._products = _products()
+        self._products = Products(_FOUND)
 
     def tuning(self) -> AbstractContextManager[None]:
         """Within, products of sizes met for the first time are tuned. Not in a capture."""
@@ -88,12 +90,6 @@ class FusedOps(ReferenceOps):
     def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
         _refuse_gradients(gate, up)
         return gated_silu(gate, up)
-
-
-@functools.cache
-def _products() -> Products:
-    """One for the process: what was found for a size once holds for every model."""
-    return Products()
 
 
 def _together(layers: Sequence[nn.Module]) -> tuple[list[nn.Linear], Tensor | None]:

@@ -34,7 +34,7 @@ from headrace.engine.remote import EngineReady, RemoteEngine
 from headrace.errors import ConfigError
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare
-from headrace.orchestration.processes import CHILD, ready, spawn, telling
+from headrace.orchestration.processes import CHILD, ready, spawn
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
 from headrace.resume import Start, open_session
@@ -250,10 +250,10 @@ class _Run:
             concurrency=settings.concurrency,
             timeout_s=settings.timeout_s,
             start_s=config.limits.start_s,
+            say=self._say,
         )
         closing.push_async_callback(pool.close, config.limits.close_s)
-        async with telling(self._say, f"the {kind}'s workers have been loading the user's code"):
-            await pool.start()
+        await pool.start()
         return pool
 
     @property

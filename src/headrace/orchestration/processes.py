@@ -7,16 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace import records
 from headrace.errors import DeadlineExceeded
-from headrace.ipc import Begin, Peer
+from headrace.ipc import Begin, Peer, telling
 
-SAY_EVERY_S = 10.0
 CHILD = "HEADRACE_CHILD"
 """Set in the environment of every child, to its name."""
 
@@ -76,26 +74,6 @@ async def spawn(
     peer = Peer(name, LocalProcess(process), logs / f"{name}.log")
     await peer.connect(ours)
     return peer
-
-
-@asynccontextmanager
-async def telling(
-    say: Callable[[str], None] | None, what: str, more: Callable[[], str] = lambda: ""
-) -> AsyncIterator[None]:
-    """Meanwhile, `say` now and then for how long, and whatever `more` there is to tell."""
-
-    async def tell() -> None:
-        clock = asyncio.get_running_loop().time
-        begun = clock()
-        while say is not None:
-            await asyncio.sleep(SAY_EVERY_S)
-            say(f"{what} for {clock() - begun:.0f} s. {more()}".rstrip())
-
-    task = asyncio.create_task(tell())
-    try:
-        yield
-    finally:
-        task.cancel()
 
 
 async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], None] | None = None) -> None:

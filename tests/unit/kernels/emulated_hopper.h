@@ -101,6 +101,7 @@ __device__ __forceinline__ void clear_16_bytes(u32 shared) {
     now->unfenced.push_back(shared / 16);
 }
 template <int COUNT> __device__ __forceinline__ void load_from_all(float (&to)[COUNT], const float *from) {
+    if ((size_t)from % std::min<size_t>(16, sizeof to)) fail("a load that is not aligned");
     perhaps_let_others_go_first();
     std::copy(from, from + COUNT, to);
 }
@@ -240,8 +241,8 @@ static void phase_complete(Block &block, u32 barrier) {
 static void live() {
     const Launch &launch = *now->block->grid->launch;
     attend_single(launch.maps, launch.q, launch.table, launch.items, launch.merges, launch.out, launch.partial,
-                  launch.statistics, launch.counters, launch.pieces, launch.q_stride, launch.out_stride, launch.head_rows,
-                  launch.table_stride, launch.scale);
+                  launch.statistics, launch.counters, launch.pieces, launch.q_stride, launch.out_stride,
+                  launch.head_rows, launch.table_stride, launch.scale);
     now->ended = true, now->block->running--;
     _longjmp(scheduler, 1);
 }

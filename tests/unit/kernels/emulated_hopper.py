@@ -9,7 +9,6 @@ import subprocess
 from collections.abc import Callable, Sequence
 from ctypes import c_char_p, c_float, c_int, c_uint32, c_uint64, c_void_p
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -44,12 +43,6 @@ class _Launch(ctypes.Structure):
 
 class _Write(ctypes.Structure):
     _fields_ = (("to", c_void_p), ("source", c_void_p), ("bytes", c_uint64))
-
-
-class Launched(NamedTuple):
-    out_thd: Tensor
-    partial: Tensor
-    statistics: Tensor
 
 
 class Kernels:
@@ -95,8 +88,8 @@ def attend_single(
     seed: int = 0,
     blocks: Sequence[int] = (4,),
     resident: int = 8,
-) -> list[Launched]:
-    """Launches one after the other, of so many blocks, after a kernel that writes slowly.
+) -> list[Tensor]:
+    """What launches one after the other, of so many blocks, give after a kernel that writes slowly.
 
     That one writes all that is read, but the first launch's table and items, which may be read before it has ended.
     `resident`: blocks that run at the same time, at most.
@@ -114,41 +107,30 @@ def attend_single(
     for one in works[1]:
         late.write(one, before=0)
 
-    turns = np.zeros(2 + groups * len(merges), np.int32)
+    counters = np.zeros(H.counters_for(len(merges), groups), np.int32)
     pieces = groups * len(items)
-    results = [
-        (
-            np.full((tokens, row), 0xFFFF, np.uint16),
-            np.full((len(items), heads, dim), np.nan, np.float32),
-            np.full((len(items), heads, 2), np.nan, np.float32),
-        )
-        for _ in blocks
-    ]
+    outs = [np.full((tokens, row), 0xFFFF, np.uint16) for _ in blocks]
+    scratch = [np.full((len(items), heads, width), np.nan, np.float32) for width in (dim, 2)]
     launches = (_Launch * len(blocks))(
         *(
             _Launch(
                 H.Maps(*(_map(cache, keys) for keys in (H.KEYS, H.FEW) for cache in caches)),
-                *(one.ctypes.data for one in (q, *works[min(i, 1)], *result, turns)),
+                *(one.ctypes.data for one in (q, *works[min(i, 1)], out, *scratch, counters)),
                 *(pieces, row, row, pages * page, table.shape[1]),
                 math.log2(math.e) / math.sqrt(dim),
                 *(min(pieces, count), 32 * H.WARPS),
             )
-            for i, (result, count) in enumerate(zip(results, blocks, strict=True))
+            for i, (out, count) in enumerate(zip(outs, blocks, strict=True))
         )
     )
     writes = (_Write * len(late.writes))(*late.writes)
     if words := kernel.run(seed, resident, writes, len(writes), launches, len(launches)):
         raise Fault(words.decode())
-    assert not turns.any()
-    for out, _, _ in results:
-        assert (out[:, -PADDING:] == 0xFFFF).all()
+    assert not counters.any()
+    assert all((out[:, -PADDING:] == 0xFFFF).all() for out in outs)
     return [
-        Launched(
-            torch.from_numpy(out[:, :-PADDING].view(np.int16).copy()).view(torch.bfloat16).view(q_thd.shape),
-            torch.from_numpy(partial),
-            torch.from_numpy(statistics),
-        )
-        for out, partial, statistics in results
+        torch.from_numpy(out[:, :-PADDING].view(np.int16).copy()).view(torch.bfloat16).view(q_thd.shape)
+        for out in outs
     ]
 
 

@@ -55,7 +55,7 @@ def check(
     behind: float = float("nan"),
     change=None,
     **how,
-) -> list[E.Launched]:
+) -> None:
     """That every launch gives the reference's results."""
     groups, _, page, dim = case.keys.shape
     fill_behind(case, behind)
@@ -64,12 +64,11 @@ def check(
     items, merges = A.decode_items(case.lengths, case.places, extra, H.KEYS)
     items = np.concatenate([items, np.zeros((empty, A.ITEM), np.int32)])
     kernel = kernels.get(dim, case.heads // groups, groups, page, change)
-    launched = E.attend_single(kernel, q, case.keys, case.values, case.table, items, merges, **how)
-    for one in launched:
-        close(one.out_thd, expected)
+    found = E.attend_single(kernel, q, case.keys, case.values, case.table, items, merges, **how)
+    for out in found:
+        close(out, expected)
         # The mean of many values is small: of what is missing there the largest number tells more.
-        assert ((one.out_thd - expected).abs() <= 2e-2 * expected.abs().amax(-1, keepdim=True)).all()
-    return launched
+        assert ((out - expected).abs() <= 2e-2 * expected.abs().amax(-1, keepdim=True)).all()
 
 
 # What a launch may go through, chosen by a seed: for the kernel as it is, and for one with a planted fault.
@@ -144,8 +143,7 @@ def test_it_is_the_reference_over_pages(kernels, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_sequences_that_are_split_and_merged(kernels, shape, extra):
     case = build(2, shape, [1, 300, 257, 64, 700, 515])
-    launched = check(kernels, case, extra=extra, seed=extra)
-    assert launched[0].statistics.isfinite().any()
+    check(kernels, case, extra=extra, seed=extra)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

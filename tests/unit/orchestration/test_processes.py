@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from headrace import ipc
 from headrace.errors import DeadlineExceeded
 from headrace.orchestration import processes
 
@@ -28,7 +29,7 @@ class NeverSent:
 def test_who_waits_for_a_slow_start_is_told_what_it_is_doing(tmp_path: Path, monkeypatch: Any) -> None:
     (tmp_path / "slow_child.py").write_text(SLOW)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
-    monkeypatch.setattr(processes, "SAY_EVERY_S", 0.5)
+    monkeypatch.setattr(ipc, "SAY_EVERY_S", 0.5)
     said: list[str] = []
 
     async def run() -> None:

@@ -44,8 +44,8 @@ LOG = logging.getLogger(__name__)
 
 AHEAD = 1
 FEW = 48
-"""Sequences below which attention is always prepared to split them, so that fewer graphs are captured. Where that
-takes no further launch, it is for any number."""
+"""Sequences below which attention is always prepared to split them, so that fewer graphs are captured. Where the
+kernel joins parts itself, however many there are."""
 SPARE_UPDATES = 512
 """Page numbers that a captured step can bring to its table beyond one for each sequence."""
 SUPPORT_CAPACITY = 1024
