@@ -21,7 +21,7 @@ train: $(VENV)/.installed
 	$(RUN)/headrace train examples/quickstart/quickstart.toml --overwrite
 
 test: $(VENV)/.installed
-	$(RUN)/python -m pytest tests --ignore=tests/gpu $(ARGS)
+	$(RUN)/python -m pytest tests --ignore=tests/gpu --numprocesses=2 --dist=worksteal $(ARGS)
 
 lint: $(VENV)/.installed
 	$(RUN)/ruff format --check .
