@@ -13,7 +13,7 @@ help:
 $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "installing into $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
-	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(RUN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 --constraint constraints.txt --editable '.[dev]'
 	@touch $@
 
 train: $(VENV)/.installed

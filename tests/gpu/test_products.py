@@ -79,14 +79,23 @@ def test_the_way_that_was_found_is_right(in_parts):
 
 
 def test_a_device_that_fails_to_try_ways_computes_the_plain_one(monkeypatch):
+    asked = []
+
     def fastest(x, weight, plain, share, others):
+        asked.append(tuple(x.shape))
         raise RuntimeError("out of memory")
 
     monkeypatch.setattr(products, "fastest", fastest)
-    ours, (x, weight) = Products(), draw(32, 1024, 1024)
-    with ours.tuning(), pytest.warns(RuntimeWarning, match="not tuned: out of memory"):
-        found = ours.linear(x, weight, in_parts=True)
+    shared = {}
+    ours, (x, weight) = Products(shared), draw(32, 1024, 1024)
+    with ours.tuning():
+        with pytest.warns(RuntimeWarning, match="not tuned: out of memory"):
+            found = ours.linear(x, weight, in_parts=True)
+        again = ours.linear(x, weight, in_parts=True)
     assert torch.equal(found, F.linear(x, weight))
+    assert torch.equal(again, found)
+    assert asked == [(32, 1024)]
+    assert shared == {}
 
 
 # ── The gate inside its product ──────────────────────────────────────────────────────────────────────────

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MAX_DYNAMIC_SHARED, _SHARED_PERCENT = 8, 9
+_MAX_DYNAMIC_SHARED = 8
 _EARLY_LAUNCH = 6
 _BFLOAT16, _SWIZZLE_128, _PROMOTE_128 = 9, 3, 2
 _MAP_BYTES, _MAP_ALIGN = 128, 64
@@ -54,8 +54,6 @@ class Kernel:
         _check("cuModuleLoadData", byref(module), compiled(source, constants, _architecture()))
         _check("cuModuleGetFunction", byref(self._function), module, name.encode())
         _check("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED, shared_bytes)
-        # Or the multiprocessors stay divided as a kernel before wanted them, and fewer blocks find room.
-        _check("cuFuncSetAttribute", self._function, _SHARED_PERCENT, 100)
 
     def launch(self, grid: tuple[int, int, int], threads: int, arguments: tuple[Any, ...], *, early: bool) -> None:
         """On the current stream. `arguments` are ctypes values; `early`: see `kernels.launch`."""

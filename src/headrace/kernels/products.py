@@ -61,6 +61,7 @@ class Products:
 
     def __init__(self, found: Found | None = None) -> None:
         self._found: Found = {} if found is None else found
+        self._failed: set[tuple[float, ...]] = set()
         self._tuning = False
 
     @contextmanager
@@ -95,11 +96,11 @@ class Products:
         if not _fits(x_mk, weight_nk):
             return plain.run(x_mk, weight_nk)
         key = (x_mk.get_device(), share, in_parts, *x_mk.shape, len(weight_nk), x_mk.stride(0), weight_nk.stride(0))
-        if self._tuning and key not in self._found:
-            found = _tuned(x_mk, weight_nk, plain, share, others)
-            if found is None:
-                return plain.run(x_mk, weight_nk)
-            self._found[key] = found
+        if self._tuning and key not in self._found and key not in self._failed:
+            if found := _tuned(x_mk, weight_nk, plain, share, others):
+                self._found[key] = found
+            else:
+                self._failed.add(key)
         return self._found.get(key, plain).run(x_mk, weight_nk)
 
 
@@ -126,7 +127,7 @@ def _by_our_kernel(x_mk: Tensor, weight_nk: Tensor) -> Iterator[Way]:
 def _tuned(
     x_mk: Tensor, weight_nk: Tensor, plain: Way, share: float, others: Callable[[], Iterator[Way]]
 ) -> Way | None:
-    """`fastest`, or None where trying fails: an engine runs without it, and there may be more memory next time."""
+    """`fastest`, or None where trying fails: an engine runs without it, and the next may have more memory."""
     try:
         return fastest(x_mk, weight_nk, plain, share, others())
     except (RuntimeError, OSError) as error:
