@@ -20,7 +20,7 @@ COMMANDS = {
 
 def number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        return str(value)
+        return str(value).replace("|", "\\|")
     if isinstance(value, int):
         return f"{value:,}"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
