@@ -59,7 +59,7 @@ def _recompute(
     from headrace.audit.kept import KeptVersions
     from headrace.audit.recompute import replay_logprobs
 
-    kept = KeptVersions(Path(config.model.path), place.versions, config.engine)
+    kept = KeptVersions(Path(config.model.path), place.versions, config.engine, config.training.lora)
     chosen = _spread([item for item in stored if _replayable(item, kept.numbers)], wanted)
     comparison = Comparison(tolerance := tolerance_of(config.engine))
     replayed: list[tuple[str, Turn, np.ndarray]] = []

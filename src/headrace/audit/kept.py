@@ -11,19 +11,25 @@ from headrace.engine.config import NativeEngineConfig
 
 if TYPE_CHECKING:
     from headrace.models import CausalLM, Ops
+    from headrace.training.config import LoraConfig
 
 
 class KeptVersions:
     """Loads a version when it is asked for, in the type the engine served it in.
 
     On the CPU; an engine that was exact is replayed exactly, on the kind of device it had. What an engine computed
-    in FP8 is computed so by definition.
+    in FP8 is computed so by definition. With `lora` a version is the adapter alone, over the weights of the folder,
+    which all versions share.
     """
 
-    def __init__(self, model_folder: Path, versions: Path, engine: NativeEngineConfig):
+    def __init__(
+        self, model_folder: Path, versions: Path, engine: NativeEngineConfig, lora: LoraConfig | None = None
+    ):
         self._model_folder = model_folder
         self._engine = engine
+        self._lora = lora
         self._files = {int(file.stem): file for file in versions.glob("*.safetensors") if file.stem.isdigit()}
+        self._base = cache(self._load_base)
         self.model = lru_cache(maxsize=8)(self._load)
         self.shaken = lru_cache(maxsize=8)(lambda number: shaken(self.model(number), seed=number))
 
@@ -32,21 +38,31 @@ class KeptVersions:
         return set(self._files)
 
     def _load(self, number: int) -> CausalLM:
-        import torch
         from safetensors.torch import load_file
+
+        tensors = load_file(self._files[number])
+        if self._lora is None:
+            model = self._load_base()
+            model.load_state_dict(tensors)
+            return model
+        from headrace.training.backends.lora import attach
+
+        base = self._base()
+        return attach(deepcopy(base, {id(p): p for p in base.parameters()}), self._lora, tensors)
+
+    def _load_base(self) -> CausalLM:
+        import torch
 
         from headrace.models import load_model
 
         exact = self._engine.numerics == "exact"
         had_cuda = exact and self._engine.device != "cpu" and torch.cuda.is_available()
-        model = load_model(
+        return load_model(
             self._model_folder,
             dtype=getattr(torch, self._engine.dtype),
             device="cuda" if had_cuda else "cpu",
             ops=replay_ops(self._engine),
         )
-        model.load_state_dict(load_file(self._files[number]))
-        return model
 
 
 def shaken(model: CausalLM, seed: int) -> CausalLM:

@@ -12,11 +12,15 @@ from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
+from headrace.training.adapter import bound_modules
+from headrace.training.config import LoraConfig
 
 
 def check_outside(config: RunConfig) -> None:
     """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
     _check_model(config.model.path)
+    if config.training.lora is not None:
+        _check_lora(config.training.lora, config.model.path)
     _check_tasks(config.tasks, "tasks")
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")
@@ -32,6 +36,21 @@ def _check_model(path: str) -> None:
         raise ModelFolderError(
             "model.path: a model folder holds a tokenizer.json", path, "save the model's tokenizer there as well"
         )
+
+
+def _check_lora(lora: LoraConfig, path: str) -> None:
+    from headrace.models.folder import check_folder
+    from headrace.models.shapes import parameter_shapes
+
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra("peft", "lora")
+    matrices = [
+        name.removesuffix(".weight")
+        for name, shape in parameter_shapes(check_folder(path)).items()
+        if len(shape) == 2
+    ]
+    layers = [name for name in matrices if ".layers." in name]
+    bound_modules(lora.targets, layers, {"lm_head", *matrices}.difference(layers))
 
 
 def _check_tasks(tasks: TaskConfig, key: str) -> None:

@@ -122,8 +122,9 @@ def suggest(path: Sequence[str], data: Any) -> str:
 def describe(kind: inspect.Type) -> str:
     """In words, what a place accepts."""
     if isinstance(kind, inspect.UnionType):
-        if tags := [f'"{variant.tag}"' for variant in _variants(kind)]:
-            return f"a table of type {' or '.join(tags)}"
+        if variants := _variants(kind):
+            tags = [f'"{variant.tag}"' for variant in variants if variant.tag is not None]
+            return f"a table of type {' or '.join(tags)}" if tags else "a table"
         return " or ".join(describe(one) for one in kind.types if not isinstance(one, inspect.NoneType))
     if isinstance(kind, inspect.LiteralType):
         return "one of " + ", ".join(f'"{value}"' for value in kind.values)

@@ -41,6 +41,15 @@ class Manifest(Record):
     """Whatever the transport's receiving end needs to find the bytes."""
 
 
+class AdapterSpec(Record):
+    """A LoRA adapter: y = W x + (alpha / rank) · B (A x) for each target module."""
+
+    name: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
 class Sender(Protocol):
     """The trainer's end. One version is on offer at a time; a later `send` replaces it."""
 

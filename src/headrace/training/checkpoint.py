@@ -1,10 +1,11 @@
 """Checkpoints: folders that are whole or absent.
 
     checkpoints/step-000050/
-        weights.safetensors      the float32 parameters under their Hugging Face names
+        weights.safetensors      the float32 parameters under their Hugging Face names, or an adapter's alone
         optimizer.safetensors    AdamW's moments and step counts
         random.json              the states of torch's, NumPy's and Python's generators
-        state.json               format, step, version, the caller's state; size and CRC-32 of each file above
+        state.json               format, step, version, training.lora, the caller's state; size and CRC-32 of each
+                                 file above
 
 A checkpoint is written under a temporary name, brought to the disk and renamed.
 """
@@ -22,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import RunFolderError
+from headrace.training.config import LoraConfig
 
 FORMAT = 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.json", "state.json"
@@ -44,6 +47,8 @@ class Checkpoint:
     version: int
     state: dict[str, Any]
     random: dict[str, Any]
+    lora: LoraConfig | None = None
+    """Where the weights are an adapter's."""
 
 
 def save(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -58,6 +63,7 @@ def save(folder: str | Path, checkpoint: Checkpoint) -> None:
             "step": checkpoint.step,
             "version": checkpoint.version,
             "state": checkpoint.state,
+            "lora": msgspec.to_builtins(checkpoint.lora),
             "files": files,
         }
         (temporary / STATE).write_text(json.dumps(content, indent=1))
@@ -79,8 +85,9 @@ def load(folder: str | Path) -> Checkpoint:
             version=content["version"],
             state=content["state"],
             random=json.loads((folder / RANDOM).read_text()),
+            lora=msgspec.convert(content.get("lora"), LoraConfig | None),
         )
-    except (SafetensorError, ValueError, OSError) as error:
+    except (SafetensorError, msgspec.ValidationError, ValueError, OSError) as error:
         raise _damaged(folder, str(error)) from error
 
 

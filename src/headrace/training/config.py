@@ -40,6 +40,26 @@ class OptimizerConfig(Config):
     """Fraction of `learning_rate` that linear and cosine schedules end at."""
 
 
+class LoraConfig(Config):
+    """Train a LoRA adapter and leave the model's own weights as they are: y = W x + (alpha / rank) · B (A x)."""
+
+    rank: Annotated[int, Meta(ge=1)] = 16
+    """Rows of A and columns of B."""
+    alpha: Annotated[float, Meta(gt=0)] = 32.0
+    """What the adapter adds is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """The projections that have an adapter, by the last part or parts of their names. The embedding and the output
+    head cannot."""
+
+    def check(self) -> None:
+        if not self.targets:
+            raise ConfigError(
+                "training.lora.targets names at least one projection, or there is nothing to train",
+                self.targets,
+                "name some, or leave the key out for all seven projections of a layer",
+            )
+
+
 class TrainingConfig(Config):
     """The trainer."""
 
@@ -54,13 +74,16 @@ class TrainingConfig(Config):
     """A control experiment: permute the rewards among a batch's episodes, so that nothing can be learned."""
     algorithm: GrpoConfig = GrpoConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """None: all weights are trained."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens, prompts included, in one forward-backward pass."""
     backend: Literal["native", "transformers"] = "native"
     """Whose definition of the model is trained. `transformers` takes any causal LM of that library."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of forward and backward; the parameters that the optimizer keeps are float32."""
+    """Type of forward and backward; the parameters that the optimizer keeps are float32. With `lora`, also of the
+    frozen weights, which there are once."""
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
@@ -82,6 +105,12 @@ class TrainingConfig(Config):
                 'training.numerics = "exact" needs training.backend = "native"',
                 self.backend,
                 'set training.numerics = "fast" or training.backend = "native"',
+            )
+        if self.numerics == "exact" and self.lora is not None:
+            raise ConfigError(
+                'training.numerics = "exact" is for training without training.lora, whose products are not exact',
+                f"training.lora.rank = {self.lora.rank}",
+                'set training.numerics = "fast", or leave training.lora out',
             )
         if self.optimizer.warmup_steps > self.steps:
             raise ConfigError(

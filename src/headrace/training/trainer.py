@@ -16,7 +16,9 @@ import torch
 
 from headrace.errors import HeadraceError, LawBroken, RecordError, RunFolderError
 from headrace.records import Batch
+from headrace.sync.base import AdapterSpec
 from headrace.training import checkpoint, random_state
+from headrace.training.adapter import adapter_spec
 from headrace.training.backends.base import open_backend, to_device
 from headrace.training.base import StepReport
 from headrace.training.checks import check_batch
@@ -52,10 +54,15 @@ class LocalTrainer:
         """Training steps done."""
         self._config = config
         self._max_staleness = max_staleness
-        self._backend = open_backend(model, config)
+        self._backend = open_backend(model, config, seed=seed)
         if self._backend.device.type == "cpu":
             keep_freed_memory()
         self._optimizer = Optimizer(self._backend.parameters(), config.optimizer)
+
+    @property
+    def adapter(self) -> AdapterSpec | None:
+        """The adapter whose tensors the weights are; None where they are the model's own."""
+        return None if self._config.lora is None else adapter_spec(self._config.lora)
 
     def train(self, batch: Batch) -> StepReport:
         """One optimizer step over the whole batch; `version` rises by one.
@@ -97,7 +104,8 @@ class LocalTrainer:
         return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The live float32 weights under their Hugging Face names, to be copied before the next `train`."""
+        """The live float32 weights under their Hugging Face names, to be copied before the next `train`. Where
+        there is an adapter, its own alone, under the names of PEFT's files."""
         return {name: parameter.detach() for name, parameter in self._backend.parameters().items()}
 
     def save(self, folder: str | Path, state: dict[str, Any]) -> None:
@@ -111,12 +119,19 @@ class LocalTrainer:
                 version=self.version,
                 state=state,
                 random=random_state.capture(),
+                lora=self._config.lora,
             ),
         )
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Restore a checkpoint; returns the state given to `save`. On an error nothing has changed."""
         saved = checkpoint.load(folder)
+        if saved.lora != self._config.lora:
+            raise RunFolderError(
+                "a checkpoint is loaded with the training.lora it was saved with",
+                f"{saved.lora} then, {self._config.lora} now",
+                "restore the configuration the run was started with",
+            )
         own = self.tensors()
         differing = {n for n in own.keys() | saved.weights.keys() if _shape(own, n) != _shape(saved.weights, n)}
         if differing:
@@ -134,7 +149,8 @@ class LocalTrainer:
         return saved.state
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that appears whole or not."""
+        """Write the weights as a Hugging Face folder that appears whole or not. An adapter is merged into them, and
+        in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
         with checkpoint.whole_folder(folder) as temporary:
             self._backend.save_hf(temporary)
 

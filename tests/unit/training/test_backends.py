@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from training_builders import TINY, batch_of, episode, ints, random_batch, tiny_model, turn
+from training_builders import TINY, batch_of, episode, ints, mixed_batch, packed_of, tiny_model, turn
 
 from headrace.errors import ModelFolderError
 from headrace.records import Batch
 from headrace.training.backends.base import Backend
 from headrace.training.backends.native import NativeBackend
 from headrace.training.backends.transformers import TransformersBackend
-from headrace.training.packing import Packed, pack, training_sequences
 
 VOCAB = 32
 FOREIGN: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -57,23 +56,6 @@ def reference_logprobs(folder: Path, batch: Batch) -> tuple[np.ndarray, np.ndarr
             logprobs.append(np.log(weights[list(allowed).index(token)]))
             entropies.append(-(weights * np.log(weights)).sum())
     return np.array(logprobs), np.array(entropies)
-
-
-def mixed_batch() -> Batch:
-    """Unequal lengths, shared prompts, temperatures and a truncated turn."""
-    plain = list(random_batch(1, episodes=5).episodes)
-    prompt = ints(3, 1, 4, 1, 5)
-    own = [
-        episode(turn(prompt, ints(9, 2, 6), temperature=0.7)),
-        episode(turn(prompt, ints(9, 2, 7, 8))),
-        episode(turn(prompt, ints(5, 3), support=[[5, 1], [3, 2, 8]])),
-        episode(turn(prompt, ints(9, 2, 6), temperature=0.7)),
-    ]
-    return batch_of(plain + own, [1.0] * 9)
-
-
-def packed_of(batch: Batch) -> Packed:
-    return pack(training_sequences(batch))
 
 
 def compare(backend: Backend, folder: Path, batch: Batch, tolerance: float = 2e-5) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
-from headrace.models import ModelConfig, random_model, save_model
+from headrace.models import ModelConfig, check_folder, parameter_shapes, random_model, save_model
 from headrace.records import Batch, Episode, Group, Sampling, Support, Task, Turn
+from headrace.training.config import LoraConfig
+from headrace.training.packing import Packed, pack, training_sequences
 
 TASK = Task(id="t", prompt="p")
 TINY = {
@@ -82,7 +85,36 @@ def random_batch(seed: int, *, episodes: int = 12, group_size: int = 4, vocab: i
     return batch_of(made, draw.standard_normal(episodes).tolist(), version=version, group_size=group_size)
 
 
+def mixed_batch() -> Batch:
+    """Unequal lengths, shared prompts, temperatures and a truncated turn."""
+    plain = list(random_batch(1, episodes=5).episodes)
+    prompt = ints(3, 1, 4, 1, 5)
+    own = [
+        episode(turn(prompt, ints(9, 2, 6), temperature=0.7)),
+        episode(turn(prompt, ints(9, 2, 7, 8))),
+        episode(turn(prompt, ints(5, 3), support=[[5, 1], [3, 2, 8]])),
+        episode(turn(prompt, ints(9, 2, 6), temperature=0.7)),
+    ]
+    return batch_of(plain + own, [1.0] * 9)
+
+
+def packed_of(batch: Batch) -> Packed:
+    return pack(training_sequences(batch))
+
+
 def tiny_model(folder: Path, family: str = "llama", seed: int = 0, **changes: object) -> Path:
     config = ModelConfig.from_hf({"model_type": family, **TINY, **changes})
     save_model(random_model(config, seed), config, folder)
     return folder
+
+
+def random_adapter(folder: Path, lora: LoraConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """An adapter for the folder's model, both halves of it drawn: it changes what the model computes."""
+    draw = torch.Generator().manual_seed(seed)
+    tensors: dict[str, torch.Tensor] = {}
+    for name, shape in parameter_shapes(check_folder(folder)).items():
+        if name.endswith(tuple(f"{target}.weight" for target in lora.targets)):
+            key = "base_model.model." + name.removesuffix("weight")
+            tensors[f"{key}lora_A.weight"] = 0.3 * torch.randn(lora.rank, shape[1], generator=draw)
+            tensors[f"{key}lora_B.weight"] = 0.1 * torch.randn(shape[0], lora.rank, generator=draw)
+    return tensors

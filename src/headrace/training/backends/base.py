@@ -27,13 +27,16 @@ _COMPANIONS = (
 
 class Backend(Protocol):
     """A causal language model with float32 parameters. Forward and backward run in the dtype it was built with:
-    each pass casts the parameters, as the engine that serves them does, and gradients arrive in float32."""
+    each pass casts the parameters, as the engine that serves them does, and gradients arrive in float32.
+
+    With an adapter, its tensors are the parameters; the model's own weights are frozen and kept in that dtype."""
 
     vocab_size: int
     device: torch.device
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
-        """The live parameters under their Hugging Face names; a tied head is not among them."""
+        """The live parameters under their Hugging Face names, an adapter's under those of PEFT's files; a tied head
+        is not among them."""
         ...
 
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
@@ -44,12 +47,14 @@ class Backend(Protocol):
         ...
 
     def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: configuration, weights and, where there is one, the tokenizer."""
+        """Write a Hugging Face folder: configuration, float32 weights and, where there is one, the tokenizer.
+
+        An adapter is merged into the weights, and by itself in the subfolder adapter/."""
         ...
 
 
-def open_backend(model_folder: str | Path, config: TrainingConfig) -> Backend:
-    """The back end the configuration names, with the folder's weights."""
+def open_backend(model_folder: str | Path, config: TrainingConfig, *, seed: int = 0) -> Backend:
+    """The back end the configuration names, with the folder's weights. A new adapter is drawn from `seed`."""
     device = resolve_device(config.device)
     dtype = getattr(torch, config.dtype)
     if config.backend == "native":
@@ -58,10 +63,18 @@ def open_backend(model_folder: str | Path, config: TrainingConfig) -> Backend:
 
         exact = config.numerics == "exact"
         ops = ExactOps() if exact else None
-        return NativeBackend(model_folder, dtype=dtype, device=device, ops=ops, share_prefixes=not exact)
+        return NativeBackend(
+            model_folder,
+            dtype=dtype,
+            device=device,
+            ops=ops,
+            share_prefixes=not exact,
+            lora=config.lora,
+            seed=seed,
+        )
     from headrace.training.backends.transformers import TransformersBackend
 
-    return TransformersBackend(model_folder, dtype=dtype, device=device)
+    return TransformersBackend(model_folder, dtype=dtype, device=device, lora=config.lora, seed=seed)
 
 
 def resolve_device(name: str) -> torch.device:

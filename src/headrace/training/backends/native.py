@@ -12,7 +12,9 @@ from torch.func import functional_call
 
 from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
 from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.backends.lora import FOLDER, HEAD_AND_EMBEDDING, Adapter
 from headrace.training.backends.shared_prefix import MIN_SAVING, SharedPrefixContext, prefix_tree
+from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -32,13 +34,20 @@ class NativeBackend:
         device: torch.device | str = "cpu",
         ops: Ops | None = None,
         share_prefixes: bool = True,
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ):
         self.device = torch.device(device)
         self._folder = Path(folder)
         self._dtype = dtype
         self._share_prefixes = share_prefixes
-        self._model = load_model(folder, dtype=torch.float32, device=self.device, ops=ops)
-        self._parameters = dict(self._model.named_parameters())
+        kept = torch.float32 if lora is None else dtype
+        self._model = load_model(folder, dtype=kept, device=self.device, ops=ops)
+        self._adapter: Adapter | None = None
+        self._inside = self._parameters = dict(self._model.named_parameters())
+        if lora is not None:
+            self._adapter = Adapter(self._model, lora, head_and_embedding=HEAD_AND_EMBEDDING, seed=seed)
+            self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
         self.vocab_size = self._model.config.vocab_size
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -58,14 +67,17 @@ class NativeBackend:
         if self._dtype == torch.float32:
             hidden_ud, head = self._model(*inputs), self._model.head_weight
         else:
-            cast = {name: p.to(self._dtype) for name, p in self._parameters.items()}
+            cast = {name: p.to(self._dtype) for name, p in self._inside.items()}
             hidden_ud = functional_call(self._model, cast, inputs)
-            head = cast.get(_HEAD, cast[_EMBEDDING])
+            head = cast.get(_HEAD, cast.get(_EMBEDDING, self._model.head_weight))
         hidden_nd = hidden_ud.index_select(0, to_device(sources_n, self.device))
         temperature, support = distribution(packed, self.device)
         targets_n = to_device(packed.targets_n, self.device)
         return self._model.ops.token_logprobs(hidden_nd, head, targets_n, temperature, support=support)
 
     def save_hf(self, folder: str | Path) -> None:
-        save_model(self._model, self._model.config, folder)
+        state = self._model if self._adapter is None else self._adapter.merged()
+        save_model(state, self._model.config, folder)
+        if self._adapter is not None:
+            self._adapter.save(Path(folder) / FOLDER, self._folder)
         copy_companions(self._folder, folder)

@@ -23,10 +23,14 @@ from torch.func import functional_call
 from headrace.errors import ModelFolderError
 from headrace.models import token_logprobs
 from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.backends.lora import FOLDER, Adapter
+from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
 
 # Shortest sequence, as a share of the longest, that joins its rows.
 _SIMILAR = 0.75
+# Logits that no model leaves as they are unless it leaves all.
+_LOUD = 1000.0
 
 
 class _Pass(NamedTuple):
@@ -49,13 +53,14 @@ class TransformersBackend:
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        lora: LoraConfig | None = None,
+        seed: int = 0,
     ):
         from transformers import AutoModelForCausalLM
 
+        kept = torch.float32 if lora is None else dtype
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=torch.float32, local_files_only=True
-            )
+            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kept, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
             raise ModelFolderError(
                 "a model folder must be one that transformers can load", str(folder), str(error)
@@ -64,7 +69,8 @@ class TransformersBackend:
         self._folder = Path(folder)
         self._dtype = dtype
         self._model = model.to(self.device).eval()
-        self._parameters = dict(self._model.named_parameters())
+        self._adapter: Adapter | None = None
+        self._inside = self._parameters = dict(self._model.named_parameters())
         self._head: torch.nn.Module = self._model.get_output_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         text = self._model.config.get_text_config()
@@ -73,6 +79,9 @@ class TransformersBackend:
         self._flops_per_pair = 4 * text.hidden_size * text.num_hidden_layers
         self.keeps_sequences_apart = self._takes_positions and self._seen_to_keep_apart()
         self._head_is_plain = self._seen_to_have_plain_head()
+        if lora is not None:
+            self._adapter = Adapter(model, lora, head_and_embedding=_head_and_embedding(model), seed=seed)
+            self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
@@ -92,7 +101,14 @@ class TransformersBackend:
         return _logprobs_of_logits(logits_nv.float(), targets_n, temperature, support)
 
     def save_hf(self, folder: str | Path) -> None:
-        self._model.save_pretrained(str(folder))
+        if self._adapter is None:
+            self._model.save_pretrained(str(folder))
+        else:
+            self._model.save_pretrained(str(folder), state_dict=self._adapter.merged())
+            # It states the type of the frozen weights; those it wrote are float32.
+            self._model.config.dtype = "float32"
+            self._model.config.save_pretrained(str(folder))
+            self._adapter.save(Path(folder) / FOLDER, self._folder)
         copy_companions(self._folder, folder)
 
     # ── Layouts ──────────────────────────────────────────────────────────────────────────────────────────
@@ -113,13 +129,13 @@ class TransformersBackend:
     def _weights(self) -> dict[str, torch.Tensor] | None:
         if self._dtype == torch.float32:
             return None
-        return {name: p.to(self._dtype) for name, p in self._parameters.items()}
+        return {name: p.to(self._dtype) for name, p in self._inside.items()}
 
     def _head_weight(self, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
         own: torch.Tensor = self._head.weight  # type: ignore[assignment]
         if weights is None:
             return own
-        return next(weights[name] for name, p in self._parameters.items() if p is own)
+        return next((weights[name] for name, p in self._inside.items() if p is own), own)
 
     def _logits(self, one: _Pass, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
         """(n, v): whatever the model makes of the chosen hidden states, scaling and soft caps included."""
@@ -161,18 +177,36 @@ class TransformersBackend:
         alone = self._logits(_probe(second), None)
         beside = [self._logits(_probe(neighbour, second), None)[-len(second) :] for neighbour in (first, other)]
         scale = float(alone.abs().max())
-        return torch.equal(*beside) and float((beside[0] - alone).abs().max()) <= 1e-4 * scale
+        rounding = 1e-4 if alone.dtype == torch.float32 else 0.05
+        return torch.equal(*beside) and float((beside[0] - alone).abs().max()) <= rounding * scale
 
     @torch.no_grad()
     def _seen_to_have_plain_head(self) -> bool:
         """Whether the logits are the hidden states times the head's weight and nothing else."""
         weight = getattr(self._head, "weight", None)
-        if weight is None or all(p is not weight for p in self._parameters.values()):
+        biased = getattr(self._head, "bias", None) is not None
+        if weight is None or biased or all(p is not weight for p in self._model.parameters()):
             return False
         probe = _probe(np.random.default_rng(3).integers(0, self.vocab_size, 6))
-        product = torch.nn.functional.linear(self._hidden(probe, None), weight)
-        logits = self._logits(probe, None)
-        return logits.shape == product.shape and torch.allclose(logits, product, rtol=1e-5, atol=1e-6)
+        hidden_nd = self._hidden(probe, None)
+        loudest = float(torch.nn.functional.linear(hidden_nd, weight).abs().max())
+        # A soft cap is hard to see in small logits, and hidden by half precision's rounding.
+        louder_nd = hidden_nd * (_LOUD / max(loudest, 1e-6))
+        return self._head_multiplies(probe, hidden_nd) and self._head_multiplies(probe, louder_nd)
+
+    def _head_multiplies(self, probe: _Pass, hidden_nd: torch.Tensor) -> bool:
+        product_nv = torch.nn.functional.linear(hidden_nd, self._head_weight(None))
+        logits_nv = self._call(probe, None, lambda module, args: (hidden_nd[None], *args[1:]))[0]
+        if logits_nv.shape != product_nv.shape:
+            return False
+        rounding = 1e-5 if logits_nv.dtype == torch.float32 else 0.02
+        return float((logits_nv - product_nv).abs().max()) <= rounding * float(product_nv.abs().max())
+
+
+def _head_and_embedding(model: Any) -> set[str]:
+    """Their modules' names."""
+    both = (model.get_input_embeddings(), model.get_output_embeddings())
+    return {name for name, module in model.named_modules() if any(module is one for one in both)}
 
 
 def _probe(*sequences: np.ndarray) -> _Pass:
