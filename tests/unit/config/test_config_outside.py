@@ -90,6 +90,26 @@ def test_a_missing_extra_is_refused_with_its_install_command(
     assert "pip install 'headrace[reasoning-gym]'" in str(error)
 
 
+def test_an_adapters_targets_are_looked_up_in_the_model(project: Path) -> None:
+    assert load_config(project, ["training.lora.rank=2"]).training.lora is not None
+    error = refusal(project, 'training.lora.targets=["q_proj", "qkv_proj"]')
+    assert isinstance(error, ConfigError)
+    assert "would bind to nothing" in error.rule
+    assert error.value == "qkv_proj"
+    assert error.remedy == "there are down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"
+    assert "lm_head" in str(refusal(project, 'training.lora.targets=["lm_head"]').value)
+    assert "embed_tokens" in str(refusal(project, 'training.lora.targets=["embed_tokens"]').value)
+
+
+def test_an_adapter_without_peft_is_refused_with_the_install_command(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    error = refusal(project, "training.lora.rank=2")
+    assert isinstance(error, MissingExtra)
+    assert "pip install 'headrace[lora]'" in str(error)
+
+
 def test_environment_scorer_and_task_references_name_their_key(project: Path) -> None:
     environment = refusal(project, "environment.source=headrace.rollout.single_turn:SingleTurns")
     assert isinstance(environment, BadReference)

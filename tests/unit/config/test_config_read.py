@@ -12,6 +12,7 @@ from headrace.config.load import read_config
 from headrace.config.overrides import apply_overrides, parse_override
 from headrace.errors import ConfigError
 from headrace.rollout.config import JsonlTasks, PythonTasks
+from headrace.training.config import LoraConfig
 
 GOOD = 'model.path = "m"\ntasks = { type = "jsonl", path = "t" }\n'
 
@@ -139,6 +140,22 @@ def test_contradicting_values_are_refused_by_the_node_that_holds_them(file: Path
     assert "less than 1 in float32 too" in str(refusal(file, "environment.sampling.top_p=0.99999999"))
 
 
+def test_an_adapter_is_configured_by_its_table_and_contradictions_are_refused(file: Path) -> None:
+    assert read_config(file).training.lora is None
+    file.write_text(GOOD + "[training.lora]\n")
+    projections = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert read_config(file).training.lora == LoraConfig(rank=16, alpha=32.0, targets=projections)
+    chosen = read_config(file, ["training.lora.rank=4", 'training.lora.targets=["q_proj"]']).training.lora
+    assert chosen == LoraConfig(rank=4, targets=("q_proj",))
+    assert "training.lora.targets names at least one" in str(refusal(file, "training.lora.targets=[]"))
+    assert 'training.numerics = "exact" is for training without training.lora' in str(
+        refusal(file, "training.numerics=exact")
+    )
+    assert refusal(file, "training.lora.rank=0").rule == "training.lora.rank is an integer >= 1"
+    assert refusal(file, "training.lora=16").rule == "training.lora is a table"
+    assert "did you mean training.lora.targets?" in str(refusal(file, "training.lora.target=1"))
+
+
 def test_malformed_toml_is_refused_with_its_line(file: Path) -> None:
     file.write_text(GOOD + "steps = = 3\n")
     error = refusal(file)
@@ -221,6 +238,7 @@ def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:
             "scorer.options.deep.er=1.0",
             'evaluation.tasks={type="reasoning_gym", dataset="chain_sum"}',
             "buffer.max_staleness=4",
+            "training.lora.alpha=8",
             "name=quick",
         ],
     )
