@@ -40,7 +40,7 @@ class Adapter:
         """
         try:
             import peft
-        except ImportError as error:
+        except ModuleNotFoundError as error:
             raise MissingExtra("peft", "lora") from error
         names = {name for name, _ in model.named_modules() if name} | set(head_and_embedding)
         projections = [
@@ -53,7 +53,7 @@ class Adapter:
         self._peft_config = peft.LoraConfig(
             r=config.rank,
             # Readers of the file expect an integer where it is one.
-            lora_alpha=int(config.alpha) if config.alpha.is_integer() else config.alpha,  # type: ignore[arg-type]
+            lora_alpha=int(config.alpha) if config.alpha == int(config.alpha) else config.alpha,  # type: ignore[arg-type]
             target_modules=sorted(set(config.targets)),
             lora_dropout=0.0,
             bias="none",
