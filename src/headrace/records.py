@@ -142,13 +142,16 @@ class Routes(Record):
 class KvEvent(Record):
     """A point of a sequence's KV lineage: from `position` on, keys and values are computed under `version`.
 
-    What lies before `position` was kept as older versions left it, or recomputed under `version`.
+    What lies before `position` was kept as older versions left it, or recomputed under `version`. Of a turn with an
+    adapter, versions are the adapter's.
     """
 
     position: int
     version: int
     before: Literal["kept", "recomputed"]
     cause: Literal["start", "swap", "preempt", "fork", "resume", "sleep"] = "swap"
+    base: int | None = None
+    """Version of the weights beneath the adapter. None where there is no adapter."""
 
 
 class Turn(Record):
@@ -159,7 +162,7 @@ class Turn(Record):
     logprobs: np.ndarray
     """float32 (T,): log-prob of each under the very distribution it was sampled from."""
     versions: np.ndarray
-    """int32 (T,): version of the weights that produced each."""
+    """int32 (T,): version of the weights that produced each, or of the adapter where one was used."""
     context: np.ndarray
     """int32: tokens between the parent's last one (or the beginning) and the first sampled one."""
     stop: Literal["stop", "length", "cancelled"]
@@ -170,6 +173,7 @@ class Turn(Record):
     routes: Routes | None = None
     policy: str = "policy"
     adapter: str | None = None
+    """Name of the adapter it was sampled with; None: the policy's weights alone."""
     parent: int | None = None
     """Index, in the episode, of the turn whose sequence this one continues."""
     joins: tuple[int, ...] = ()

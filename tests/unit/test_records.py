@@ -52,7 +52,7 @@ def full_turn(tokens: int, parent: int | None = None) -> Turn:
         sampling=Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
         lineage=(
             KvEvent(position=0, version=6, before="kept", cause="start"),
-            KvEvent(position=4, version=7, before="recomputed"),
+            KvEvent(position=4, version=7, before="recomputed", base=2),
         ),
         support=Support.from_rows([np.array([t, 99]) for t in range(tokens)]),
         routes=Routes(

@@ -47,6 +47,8 @@ class SampleRequest(Record):
     """A turn on this context that was cut or interrupted: go on from its tokens. `max_tokens` counts them."""
     interrupt: Interrupt | None = None
     """What a swap does to it. None: what the swap says."""
+    adapter: str | None = None
+    """Name of the adapter to sample with. None: the base weights alone. A fork has its source's."""
 
 
 @message
@@ -58,6 +60,7 @@ class ScoreRequest(Record):
     tokens: np.ndarray
     temperature: float = 1.0
     policy: str = "policy"
+    adapter: str | None = None
 
 
 @message

@@ -39,6 +39,10 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: a token and its log-prob depend on its own sequence alone, bit for bit, whatever the batch, and the
     trainer recomputes the same bits where it has the same weights."""
+    max_adapters: Annotated[int, Meta(ge=0)] = 0
+    """LoRA adapters that can be resident at once, each request choosing one or none. 0: none can be loaded."""
+    max_adapter_rank: Annotated[int, Meta(ge=1)] = 64
+    """Largest rank of an adapter. Every resident one takes this much of each projection's time and memory."""
     standby: bool = True
     """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
     False: with the first version that arrives, whose swap then takes longer."""
@@ -60,6 +64,13 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
                     f'engine.numerics = "exact" needs engine.{key} = "same"',
                     "fp8",
                     f'leave engine.{key} out, or set engine.numerics = "fast"',
+                )
+        for key, needed in (("numerics", "fast"), ("weight_dtype", "same")):
+            if self.max_adapters and getattr(self, key) != needed:
+                raise ConfigError(
+                    f'engine.max_adapters above 0 needs engine.{key} = "{needed}"',
+                    getattr(self, key),
+                    f"leave engine.{key} out, or set engine.max_adapters = 0",
                 )
 
 

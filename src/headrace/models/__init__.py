@@ -5,6 +5,7 @@
     folder.py                   is this folder loadable?         ┘
     ops.py, logprobs.py         the operations a forward pass is made of: a protocol and its reference
     fused.py                    the same over Triton kernels, for inference
+    adapted.py                  the same with LoRA adapters, each token with its own
     exact.py, exact_*.py        the same with the same bits in training and in the engine
     attention.py                what a token attends to: packed sequences, or one with a kept cache
     quantized.py                FP8: rows with a scale each, and the operations by definition
@@ -23,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.models.adapted import AdaptedOps, Stack
     from headrace.models.attention import AttentionContext, CacheContext, CachedContext, PackedContext
     from headrace.models.config import ModelConfig
     from headrace.models.exact import ExactOps
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from headrace.models.transformer import CausalLM
 
 _HOME = {
+    "AdaptedOps": "adapted",
+    "Stack": "adapted",
     "AttentionContext": "attention",
     "CacheContext": "attention",
     "CachedContext": "attention",
@@ -75,6 +79,7 @@ _HOME = {
 }
 
 __all__ = [
+    "AdaptedOps",
     "AttentionContext",
     "CacheContext",
     "CachedContext",
@@ -92,6 +97,7 @@ __all__ = [
     "ReferenceOps",
     "RopeConfig",
     "Rotation",
+    "Stack",
     "Support",
     "check_folder",
     "join",

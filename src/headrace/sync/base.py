@@ -28,6 +28,15 @@ class TensorSpec(Record):
     checksum: int
 
 
+class AdapterSpec(Record):
+    """A LoRA adapter: y = W x + (alpha / rank) · B (A x) for each target module."""
+
+    name: str
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+
+
 @message
 class Manifest(Record):
     """What a version consists of and how to know that all of it arrived."""

@@ -101,7 +101,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "versions": turn.versions.tolist(),
         "stop": turn.stop,
         "sampling": {name: getattr(turn.sampling, name) for name in Sampling.__struct_fields__},
-        "lineage": [{name: getattr(event, name) for name in KvEvent.__struct_fields__} for event in turn.lineage],
+        "lineage": [_event(event) for event in turn.lineage],
         "support": turn.support and {"ids": turn.support.ids.tolist(), "offsets": turn.support.offsets.tolist()},
         "routes": turn.routes and _routes(turn.routes),
         "parent": turn.parent,
@@ -111,6 +111,13 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "adapter": turn.adapter,
         "engine": turn.engine,
     }
+
+
+def _event(event: KvEvent) -> dict[str, Any]:
+    written = {name: getattr(event, name) for name in KvEvent.__struct_fields__}
+    if event.base is None:
+        del written["base"]
+    return written
 
 
 def _routes(routes: Routes) -> dict[str, Any]:

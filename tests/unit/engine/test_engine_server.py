@@ -120,5 +120,5 @@ def test_a_transfer_that_was_not_announced_does_not_bring_a_sleeping_engines_mem
     assert isinstance(client.ask(remote.Announce, manifest=manifest_of(1)), remote.Ok)
     assert isinstance(client.ask(remote.Sleep, keep_weights=False), remote.Ok)
     assert not isinstance(client.ask(remote.Transfer, number=1), remote.Ok)
-    assert not any(block.resident for block in engine._weights._blocks)
+    assert not any(block.resident for block in engine._served.base._blocks)
     client.close()

@@ -24,19 +24,15 @@ def make_engine(**options):
     return engine_builders.make_engine(device="cuda" if torch.cuda.is_available() else "cpu", **options)
 
 
-def fused_runner(model, weights, kv, slots, config, *, quantized):
-    return graphs.GraphRunner(model, weights, kv, slots, config, quantized=quantized)
-
-
 @pytest.fixture
 def fused(monkeypatch):
     """Engines made from here on use it."""
-    monkeypatch.setattr(core, "open_runner", fused_runner)
+    monkeypatch.setattr(core, "open_runner", graphs.GraphRunner)
 
 
 def make_both(monkeypatch, **options):
     reference = engine_builders.make_engine(**options)
-    monkeypatch.setattr(core, "open_runner", fused_runner)
+    monkeypatch.setattr(core, "open_runner", graphs.GraphRunner)
     return reference, make_engine(**options)
 
 

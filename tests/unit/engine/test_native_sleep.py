@@ -111,7 +111,7 @@ def test_whatever_else_happens_between_naps_every_turn_replays_and_no_page_is_lo
             engine.cancel(victim := int(rng.choice(known)))
             if engine.running + engine.waiting < before:
                 gone.add(victim)
-        if engine.asleep and engine._weights.complete and rng.random() < 0.5:
+        if engine.asleep and engine._served.base.complete and rng.random() < 0.5:
             engine.wake()
         turns.update(engine.step())
     assert naps > 10

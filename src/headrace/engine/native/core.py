@@ -15,42 +15,32 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.engine.config import NativeEngineConfig
+from headrace.engine.native import outcomes
 from headrace.engine.native.forks import Fork, fork
-from headrace.engine.native.interrupts import carry_over, interrupt_of
+from headrace.engine.native.interrupts import begun, carry_over, interrupt_of
 from headrace.engine.native.kv import KvCache
-from headrace.engine.native.plan import Plan, Runner, Running
-from headrace.engine.native.quantized import QuantizedWeights, check_fp8
+from headrace.engine.native.plan import Plan, Runner
 from headrace.engine.native.requests import Sequence, check_request, check_score
 from headrace.engine.native.runners import open_runner
 from headrace.engine.native.scheduler import Scheduler
-from headrace.engine.native.turns import Stop, meets_stop_string, sequence_to_sample, sequence_to_score, turn_of
-from headrace.engine.native.weights import Weights
+from headrace.engine.native.served import ServedWeights
+from headrace.engine.native.turns import Stop, sequence_to_sample, sequence_to_score, turn_of
 from headrace.errors import ConfigError, EpisodeFailure, HeadraceError, LawBroken, SyncError
 from headrace.models import CausalLM
 from headrace.records import Turn
+from headrace.sync.base import AdapterSpec
 
 Ended = list[tuple[int, Turn]]
 
 
-class _Step(NamedTuple):
-    plan: Plan
-    sequences: list[Sequence]
-    """Of the plan's samples."""
-    scored: list[Sequence]
-    version: int
-    running: Running
-
-
 class NativeEngine:
-    """Not thread-safe, but for `standby`, which another thread may fill while `step` runs."""
+    """Not thread-safe, but for `standby` and `adapter_standby`, which another thread may fill while `step` runs."""
 
     def __init__(
         self,
@@ -69,8 +59,6 @@ class NativeEngine:
                 config.max_context,
                 "lower engine.max_context",
             )
-        check_fp8(config, model.config, model.head_weight.dtype, model.head_weight.device)
-        self.version = version
         self.name = name
         self.tokens_sampled = 0
         self.tokens_prefilled = 0
@@ -83,26 +71,26 @@ class NativeEngine:
         self._config = config
         self._eos = eos_tokens
         self._decode = decode
-        self._weights = Weights(model)
-        fused = config.kernels == "fused" and self._weights.device.type == "cuda"
-        self._quantized = QuantizedWeights(model, fused=fused) if config.weight_dtype == "fp8" else None
-        # Without a standby set now, one comes with the first version.
-        reserve = self._weights.set_bytes
-        self._kv = KvCache.sized(model.config, config, self._weights.dtype, self._weights.device, reserve)
+        self._served = ServedWeights(model, config, version, name)
+        weights = self._served.base
+        self._kv = KvCache.sized(model.config, config, weights.dtype, weights.device, self._served.standby_bytes)
         self._scheduler = Scheduler(
             self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
         )
         self._slots = self._scheduler.slots
-        self._runner: Runner = open_runner(
-            model, self._weights, self._kv, self._slots, config, quantized=self._quantized
-        )
-        self._under_way: deque[_Step] = deque()
+        self._runner: Runner = open_runner(model, self._served, self._kv, self._slots, config)
+        self._under_way: deque[outcomes.Step] = deque()
         self._broken: HeadraceError | None = None
         self._ended: Ended = []
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
         self._weights_in_use = threading.Lock()
         self.asleep = False
+
+    @property
+    def version(self) -> int:
+        """Of the base weights."""
+        return int(self._served.versions[0])
 
     # ── Requests ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -115,15 +103,16 @@ class NativeEngine:
             can_decode=self._decode is not None,
         )
         self._check_new(request.id)
+        adapter = self._served.number_of(request.adapter)
         own = None if request.fork_of is None else self._fork(request, request.fork_of)
-        self._queue(sequence_to_sample(request, own, self._arrivals, self._config.max_context, self._eos))
+        self._queue(sequence_to_sample(request, own, self._arrivals, self._config.max_context, self._eos, adapter))
 
     def score(self, request: ScoreRequest) -> None:
         """Queue a request to score. One that cannot be served raises EpisodeFailure and changes nothing."""
         vocab_size = self._model.config.vocab_size
         check_score(request, vocab_size=vocab_size, max_context=self._config.max_context)
         self._check_new(request.id)
-        self._queue(sequence_to_score(request, self._arrivals))
+        self._queue(sequence_to_score(request, self._arrivals, self._served.number_of(request.adapter)))
 
     def cancel(self, request_id: int) -> None:
         """Forget a request and free what it holds. An unknown id is ignored."""
@@ -202,15 +191,28 @@ class NativeEngine:
         Ask anew after each swap and after a sleep. Whoever fills them on CUDA waits for its own stream before it
         calls for the swap.
         """
-        return self._weights.standby
+        return self._served.base.standby
 
-    def must_drain(self, interrupt: Interrupt) -> bool:
+    @property
+    def adapters(self) -> dict[str, int]:
+        """The resident adapters' versions."""
+        return {name: int(self._served.versions[number]) for name, number in self._served.numbers.items()}
+
+    def adapter_standby(self, spec: AdapterSpec) -> Mapping[str, Tensor]:
+        """Buffers by PEFT's names, all to be filled: what `swap_adapter` will serve as this adapter.
+
+        It may be a new one, as far as `engine.max_adapters` goes, or a resident one, whose rank and targets may
+        change. What the engine cannot serve raises SyncError and changes nothing. Ask anew for each version and
+        after a sleep. Whoever fills them on CUDA waits for its own stream before it calls for the swap.
+        """
+        return self._served.bank("announce", spec.name).standby(spec)
+
+    def must_drain(self, interrupt: Interrupt, adapter: str | None = None) -> bool:
         """Whether a swap with this interrupt has to wait: something runs, or has run, that it may not touch.
 
-        What sleeps is not waited for.
+        Of an adapter's swap, only its requests count; of the base weights', all. What sleeps is not waited for.
         """
-        begun = [] if self.asleep else self._begun()
-        return any(interrupt_of(sequence, interrupt) == "drain" for sequence in begun)
+        return self._must_drain(interrupt, None if adapter is None else self._served.numbers.get(adapter, -1))
 
     def swap(self, version: int, interrupt: Interrupt = "keep", only: Collection[str] | None = None) -> SwapReport:
         """Between two steps, serve the standby weights as `version`. All or nothing.
@@ -219,30 +221,69 @@ class NativeEngine:
         the swap is refused: step on, with `admit=False`, until `must_drain` is false. With `only`, just these
         parameters change, by a copy on the device. The pause that is reported is the host's.
         """
+        served = self.version if self._served.base.complete else None
+        return self._swap(None, served, version, interrupt, lambda: self._served.flip(only))
+
+    def swap_adapter(self, name: str, version: int, interrupt: Interrupt = "keep") -> SwapReport:
+        """Between two steps, serve what is in standby for this adapter as its `version`, by copies on the device.
+
+        As `swap`, for this adapter's requests alone: others, and what is kept of them, are not touched. To drain,
+        step on with `but=name`.
+        """
+        bank = self._served.bank("swap", name)
+        served = None if name in bank.lost else self.adapters.get(name)
+        return self._swap(bank.arriving(name), served, version, interrupt, lambda: bank.take(name))
+
+    def drop_adapter(self, name: str) -> None:
+        """Forget an adapter. Refused while a request of it is not answered."""
+        bank = self._served.bank("swap", name)
+        with self._exclusive("an adapter was dropped within a forward pass"), self._runner.scope():
+            self._settle()
+            waiting = [s.request.id for s in self._sequences.values() if s.request.adapter == name]
+            if waiting:
+                raise HeadraceError(
+                    f"an adapter is dropped when its requests are answered ({self.name}, adapter {name!r})",
+                    f"requests {waiting[:8]} of {len(waiting)}",
+                    "let them end, or cancel them",
+                )
+            number = bank.drop(name)
+            self._scheduler.forget_beginnings(number)
+            self._scheduler.give_up_shared(lambda sequence: sequence.adapter == number)
+
+    def _must_drain(self, interrupt: Interrupt, whose: int | None) -> bool:
+        concerned = [] if self.asleep else begun(self._scheduler, whose)
+        return any(interrupt_of(sequence, interrupt) == "drain" for sequence in concerned)
+
+    def _swap(
+        self,
+        whose: int | None,
+        served: int | None,
+        version: int,
+        interrupt: Interrupt,
+        serve: Callable[[], None],
+    ) -> SwapReport:
+        """`whose`: an adapter's number, or None for the base weights, which all requests see."""
         began = time.perf_counter()
         with self._exclusive("a swap began within a forward pass"), self._runner.scope():
-            if version == self.version and self._weights.complete:
+            if version == served:
                 raise SyncError("swap", self.name, f"version {version} is served already")
-            if any(interrupt_of(sequence, interrupt) != "keep" for sequence in self._begun()):
+            if any(interrupt_of(sequence, interrupt) != "keep" for sequence in begun(self._scheduler, whose)):
                 self._settle()
-            if self.must_drain(interrupt):
+            if self._must_drain(interrupt, whose):
                 raise SyncError("swap", self.name, "requests run that must end first (drain)")
-            self._weights.flip() if only is None else self._weights.take(only)
-            if self._quantized is not None:
-                self._quantized.refresh(only)
-            self.version = version
-            self._scheduler.forget_beginnings()
-            begun, ended = self._begun(), len(self._ended)
-            for sequence in begun:
-                if not carry_over(sequence, interrupt_of(sequence, interrupt), version, self._scheduler):
+            serve()
+            self._served.versions[whose or 0] = version
+            self._scheduler.forget_beginnings(whose)
+            concerned, ended = begun(self._scheduler, whose), len(self._ended)
+            for sequence in concerned:
+                now = self._served.now(sequence.adapter)
+                if not carry_over(sequence, interrupt_of(sequence, interrupt), now, self._scheduler):
                     self._ended.append(self._end(sequence, "cancelled"))
-            self._scheduler.give_up_shared(lambda sequence: interrupt_of(sequence, interrupt) != "keep")
-            went_on = len(begun) - (len(self._ended) - ended)
+            self._scheduler.give_up_shared(
+                lambda sequence: whose in (None, sequence.adapter) and interrupt_of(sequence, interrupt) != "keep"
+            )
+            went_on = len(concerned) - (len(self._ended) - ended)
         return SwapReport(version=version, pause_s=time.perf_counter() - began, running=went_on)
-
-    def _begun(self) -> list[Sequence]:
-        """What runs, the youngest first, and then what has run and waits to return."""
-        return [*map(self._slots.sequence, self._scheduler.by_age()), *self._scheduler.preempted]
 
     # ── Sleep ────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -260,44 +301,36 @@ class NativeEngine:
             self._scheduler.lose_everything()
             self.asleep = True
             self._kv.release()
-            if self._quantized is not None:
-                self._quantized.release()
-            self._weights.release(keep_weights)
+            self._served.release(keep_weights)
         torch.cuda.empty_cache()
 
     def wake(self) -> None:
         """Take the memory back, at the same addresses. Where there is too little it sleeps on; try again."""
-        if not self._weights.complete:
-            raise HeadraceError(
-                "an engine that slept without its weights is given new ones before it wakes",
-                f"{self.name} has none since version {self.version}",
-                "fill the standby buffers and swap, then wake it",
-            )
+        self._served.check_whole()
         with self._exclusive("an engine was woken within a swap"), self._runner.scope():
-            self._weights.restore()
-            if self._quantized is not None:
-                self._quantized.restore()
+            self._served.restore()
             self._kv.restore()
             self.asleep = False
 
     # ── A step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def step(self, *, admit: bool = True) -> Ended:
+    def step(self, *, admit: bool = True, but: str | None = None) -> Ended:
         """Begin at most one step: a token for each running sequence that is up to date, and chunks of prompts.
 
         Returns the requests that ended, which a runner that works ahead shows one step later. With
-        `admit=False` nothing new begins; what was preempted returns.
+        `admit=False` nothing new begins, with `but` nothing new of that adapter; what was preempted returns.
         """
         exclusive = self._exclusive("a forward pass began within a swap")
         with exclusive, torch.inference_mode(), self._runner.scope():
             if self._broken is not None:
                 raise self._broken
-            version, idle = self.version, not self._under_way
-            plan = None if self.asleep else self._scheduler.plan(version, admit=admit)
+            versions, idle = self._served.versions.tolist(), not self._under_way
+            without = None if but is None else self._served.numbers.get(but)
+            plan = None if self.asleep else self._scheduler.plan(self._served.versions, admit=admit, but=without)
             if plan is not None:
                 with self._to_its_end():
                     self._begin(plan)
-            elif idle and admit and not self.asleep and self._sequences and not self._ended:
+            elif idle and admit and but is None and not self.asleep and self._sequences and not self._ended:
                 pages = f"{self.pages_free} of {self.pages_total} pages free"
                 raise HeadraceError(
                     f"{self.name} makes progress while it has requests",
@@ -306,8 +339,8 @@ class NativeEngine:
                 )
             while len(self._under_way) > (self._runner.ahead if plan is not None else 0):
                 self._collect()
-        if self.version != version:
-            raise LawBroken("atomic swap", self.name, f"{version} became {self.version} within a forward pass")
+        if (now := self._served.versions.tolist()) != versions:
+            raise LawBroken("atomic swap", self.name, f"{versions} became {now} within a forward pass")
         ended, self._ended = self._ended, []
         return ended
 
@@ -326,23 +359,25 @@ class NativeEngine:
         try:
             yield
         except Exception as error:
-            if self._broken is None:
-                self._broken = HeadraceError(
+            self._broken = (
+                error
+                if isinstance(error, HeadraceError)
+                else HeadraceError(
                     f"a step of {self.name} runs to its end",
                     f"{type(error).__name__}: {error}",
                     "start the engine anew",
                 )
+            )
             raise
 
     def _begin(self, plan: Plan) -> None:
-        sequences = [self._slots.sequence(slot) for slot in plan.samples.tolist()]
-        scored = [self._slots.sequence(chunk.slot) for chunk in plan.chunks if len(chunk.targets)]
         chunk_tokens = plan.chunk_tokens
         self.steps += 1
         self.tokens_prefilled += chunk_tokens
         self.tokens_passed += chunk_tokens + len(plan.rows)
         self.pages_copied += len(plan.copies[0]) + len(plan.later_copies[0])
-        self._under_way.append(_Step(plan, sequences, scored, self.version, self._runner.begin(plan)))
+        running = self._runner.begin(plan)
+        self._under_way.append(outcomes.begun(plan, self._slots, self._served.versions, running))
 
     def _settle(self) -> bool:
         """Collect all that is under way; whether there was anything."""
@@ -354,61 +389,11 @@ class NativeEngine:
     def _collect(self) -> None:
         """Take in the outcome of the oldest step under way; end what it ended."""
         with self._to_its_end():
-            self._take_in(self._under_way.popleft())
-
-    def _take_in(self, step: _Step) -> None:
-        slots, rows = self._slots, step.plan.samples
-        sampled, scores = step.running.outcome()
-        # What was cancelled or ended meanwhile has left its slot, or another has it.
-        still = np.array(
-            [slots.sequences[r] is s for r, s in zip(rows.tolist(), step.sequences, strict=True)], bool
-        )
-        broken = np.flatnonzero(np.isnan(sampled.logprobs) & still)
-        self._check_numbers(step, [step.sequences[i] for i in broken])
-        for place, ids in zip(sampled.truncated.tolist(), sampled.supports, strict=True):
-            if still[place]:
-                step.sequences[place].supports.append(ids)
-        rows, tokens = rows[still], sampled.tokens[still]
-        slots.append(rows, tokens, sampled.logprobs[still], step.version)
-        self.tokens_sampled += len(rows)
-        stopped = (slots.stop_ids[rows] == tokens[:, None]).any(1)
-        for i in np.flatnonzero(slots.has_stop_strings[rows] & ~stopped).tolist():
-            stopped[i] = self._meets_stop_string(int(rows[i]))
-        full = slots.sampled[rows] >= slots.limit[rows]
-        for i in np.flatnonzero(stopped | full).tolist():
-            self._ended.append(self._end(slots.sequence(int(rows[i])), "stop" if stopped[i] else "length"))
-        self._take_scores(step, scores)
-
-    def _check_numbers(self, step: _Step, broken: list[Sequence]) -> None:
-        if broken:
-            # What this step sampled is lost for all of its sequences, so nothing goes on from here.
-            self._broken = HeadraceError(
-                f"logits are numbers ({self.name}, version {step.version})",
-                f"NaN or infinity for requests {[sequence.request.id for sequence in broken]}",
-                "the weights published as this version are broken: look at the trainer's loss and gradients",
-            )
-            raise self._broken
-
-    def _take_scores(self, step: _Step, scores: list[np.ndarray]) -> None:
-        chunks = [chunk for chunk in step.plan.chunks if len(chunk.targets)]
-        for chunk, sequence, logprobs in zip(chunks, step.scored, scores, strict=True):
-            if self._slots.sequences[chunk.slot] is not sequence:
-                continue
-            assert sequence.targets is not None
-            self._check_numbers(step, [sequence] if np.isnan(logprobs).any() else [])
-            last = chunk.last - (sequence.length - len(sequence.targets))
-            sequence.logprobs[last - len(logprobs) : last] = logprobs
-            sequence.versions[last - len(logprobs) : last] = step.version
-            if last == len(sequence.targets):
-                self._ended.append(self._end(sequence, "length"))
+            taken = outcomes.take_in(self._under_way.popleft(), self._slots, self._decode, self.name)
+            self.tokens_sampled += taken.tokens
+            self._ended += [self._end(sequence, stop) for sequence, stop in taken.ended]
 
     # ── Ends ─────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _meets_stop_string(self, slot: int) -> bool:
-        request = self._slots.sequence(slot).request
-        assert isinstance(request, SampleRequest)
-        assert self._decode is not None
-        return meets_stop_string(request, self._slots.tokens[slot, : self._slots.sampled[slot]], self._decode)
 
     def _end(self, sequence: Sequence, stop: Stop) -> tuple[int, Turn]:
         request = sequence.request

@@ -8,7 +8,7 @@ import numpy as np
 
 from headrace.engine.base import SampleRequest
 from headrace.engine.native.pages import pages_for
-from headrace.engine.native.requests import Sequence, Shared, check_length, lineage_until
+from headrace.engine.native.requests import Sequence, Served, Shared, check_length, lineage_until
 from headrace.engine.native.scheduler import Scheduler
 from headrace.errors import EpisodeFailure
 from headrace.records import KvEvent
@@ -31,6 +31,10 @@ def fork(request: SampleRequest, source: Sequence | None, scheduler: Scheduler, 
     at = request.fork_at
     if source is None or source.targets is not None:
         raise EpisodeFailure("bad_request", f"a fork's source runs or is held (got request {request.fork_of})")
+    if source.request.adapter != request.adapter:
+        # A turn names one adapter: the lineage of another's keys and values could not be told from it.
+        why = f"a fork has its source's adapter, {source.request.adapter!r} (got {request.adapter!r})"
+        raise EpisodeFailure("bad_request", why)
     tokens = _tokens(source, scheduler)
     if not 0 < at <= len(tokens):
         raise EpisodeFailure("bad_request", f"a fork begins at 1 … {len(tokens)} of its source (got {at})")
@@ -40,7 +44,7 @@ def fork(request: SampleRequest, source: Sequence | None, scheduler: Scheduler, 
         return Fork(tokens[:at], None, [])
     scheduler.pool.share(pages)
     lineage = lineage_until(source.lineage, cached)
-    return Fork(tokens[:at], Shared(pages, cached, lineage[-1].version), lineage)
+    return Fork(tokens[:at], Shared(pages, cached, Served.of(lineage[-1])), lineage)
 
 
 def _tokens(source: Sequence, scheduler: Scheduler) -> np.ndarray:

@@ -26,11 +26,10 @@ from headrace import models
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.plan import Outcome, Plan
-from headrace.engine.native.quantized import QuantizedWeights
 from headrace.engine.native.sampling import Sampled, uniforms
+from headrace.engine.native.served import ServedWeights
 from headrace.engine.native.slots import Slots
 from headrace.engine.native.staging import Copied, Layout, Staging
-from headrace.engine.native.weights import Weights
 from headrace.errors import ConfigError
 from headrace.kernels import attention as kernels
 from headrace.kernels import hopper_decode
@@ -94,17 +93,21 @@ class GraphRunner:
     def __init__(
         self,
         model: CausalLM,
-        weights: Weights,
+        served: ServedWeights,
         kv: KvCache,
         slots: Slots,
         config: NativeEngineConfig,
-        *,
-        quantized: QuantizedWeights | None = None,
     ) -> None:
-        self._weights, self._kv, self._slots = weights, kv, slots
+        self._weights, self._kv, self._slots = served.base, kv, slots
         self._device, self._cuda = kv.device, kv.device.type == "cuda"
-        self._model = model.use(_ops(config, quantized))
-        self._model.model.rotary.know(config.max_context, weights.dtype, kv.device)
+        self._ops, adapters = _ops(config, served), served.adapters
+        self._adapted = (
+            None
+            if adapters is None
+            else models.AdaptedOps(self._ops, adapters.stack_of, adapters.scales, fused=True)
+        )
+        self._model = model.use(self._adapted or self._ops)
+        self._model.model.rotary.know(config.max_context, self._weights.dtype, kv.device)
         self._exact = config.numerics == "exact"
         per_group = model.config.num_heads // model.config.num_kv_heads
         if per_group > kernels.DECODE.rows:
@@ -195,6 +198,8 @@ class GraphRunner:
             self._counters,
             invariant=self._exact,
         )
+        if self._adapted is not None:
+            self._adapted.serve(given["adapters"])
         hidden_td: Tensor = self._model(tokens, given["positions"], context)
         sampled_bd = hidden_td.index_select(0, given["sample_rows"]) if shape.chunk else hidden_td
         if not shape.samples:
@@ -262,8 +267,7 @@ class GraphRunner:
         return _Captured(graph, outputs)
 
     def _tuning(self) -> AbstractContextManager[Any]:
-        ops = self._model.ops
-        return ops.tuning() if isinstance(ops, models.FusedOps) else nullcontext()
+        return self._ops.tuning() if isinstance(self._ops, models.FusedOps) else nullcontext()
 
     def _joins_parts(self, config: ModelConfig) -> bool:
         """Whether the kernel that attends to a split sequence also joins its parts."""
@@ -297,6 +301,7 @@ class GraphRunner:
         i, tokens, samples = np.int32, (shape.single + shape.chunk,), (shape.samples,)
         return Layout(
             {
+                **({} if self._adapted is None else {"adapters": (i, tokens)}),
                 "tokens": (i, tokens),
                 "slots": (i, tokens),
                 "positions": (i, tokens),
@@ -336,6 +341,9 @@ class GraphRunner:
             host["single_items"][: len(items)] = items
             host["merges"][:] = merges
         self._fill_chunks(host, shape, plan)
+        if self._adapted is not None:
+            # Rows that are not used have slot 0 and go nowhere, with whatever adapter it has.
+            host["adapters"][...] = slots.adapter[host["slots"]]
         sample_slots, parameters = plan.samples, slots.parameters.rows(plan.samples)
         host["sample_slots"][:samples] = sample_slots
         host["temperature"][:samples] = parameters.temperature
@@ -388,10 +396,10 @@ class GraphRunner:
         return event
 
 
-def _ops(config: NativeEngineConfig, quantized: QuantizedWeights | None) -> models.Ops:
+def _ops(config: NativeEngineConfig, served: ServedWeights) -> models.Ops:
     if config.numerics == "exact":
         return models.ExactOps()
-    return models.FusedOps() if quantized is None else models.FusedFp8Ops(quantized.rows_of)
+    return models.FusedOps() if served.quantized is None else models.FusedFp8Ops(served.quantized.rows_of)
 
 
 def buckets(most: int) -> list[int]:

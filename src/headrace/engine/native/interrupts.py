@@ -1,11 +1,12 @@
-"""What a swap of the weights does to a sequence that has begun."""
+"""What a swap, of the weights or of one adapter, does to the sequences that have begun."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from headrace.engine.base import Interrupt, SampleRequest
-from headrace.engine.native.requests import Sequence, note
+from headrace.engine.native.requests import Sequence, Served, note
 from headrace.engine.native.scheduler import Scheduler
-from headrace.records import KvEvent
 
 
 def interrupt_of(sequence: Sequence, default: Interrupt) -> Interrupt:
@@ -14,8 +15,18 @@ def interrupt_of(sequence: Sequence, default: Interrupt) -> Interrupt:
     return (request.interrupt if isinstance(request, SampleRequest) else None) or default
 
 
-def carry_over(sequence: Sequence, interrupt: Interrupt, version: int, scheduler: Scheduler) -> bool:
-    """Let a sequence go on under the version that is served now; False where it is to end instead.
+def any_is(wanted: Interrupt, sequences: Iterable[Sequence], default: Interrupt) -> bool:
+    return any(interrupt_of(sequence, default) == wanted for sequence in sequences)
+
+
+def begun(scheduler: Scheduler, adapter: int | None) -> list[Sequence]:
+    """What runs, the youngest first, and then what has run and waits to return: all of it, or an adapter's."""
+    sequences = [*map(scheduler.slots.sequence, scheduler.by_age()), *scheduler.preempted]
+    return [sequence for sequence in sequences if adapter in (None, sequence.adapter)]
+
+
+def carry_over(sequence: Sequence, interrupt: Interrupt, served: Served, scheduler: Scheduler) -> bool:
+    """Let a sequence go on under the weights that it is served now; False where it is to end instead.
 
     Of a sequence that runs, or has run and waits to return. Unless it is kept, nothing of it may be under way.
     """
@@ -28,7 +39,7 @@ def carry_over(sequence: Sequence, interrupt: Interrupt, version: int, scheduler
     slots.pure[slot] = False
     rebuilding = cached < sequence.lineage[-1].position
     if interrupt == "keep" and cached and not rebuilding:
-        note(sequence.lineage, KvEvent(position=cached, version=version, before="kept", cause="swap"))
+        note(sequence.lineage, served.event(cached, "kept", "swap"))
     elif interrupt == "resume" and sequence.targets is None:
         return False
     else:

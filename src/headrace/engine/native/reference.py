@@ -15,7 +15,7 @@ from headrace.engine.native.kv import KvCache
 from headrace.engine.native.plan import Chunk, Outcome, Plan
 from headrace.engine.native.sampling import Sampled, sample, uniforms
 from headrace.engine.native.slots import Slots
-from headrace.models import CausalLM, InvariantContext
+from headrace.models import AdaptedOps, CausalLM, InvariantContext
 
 
 class _Done:
@@ -29,13 +29,23 @@ class _Done:
 class ReferenceRunner:
     """Up to three passes a step: prompts from their beginning, other chunks, single tokens.
 
-    With `exact`, chunks are one pass, and a token's result does not depend on what else is in a pass.
+    With `exact`, chunks are one pass, and a token's result does not depend on what else is in a pass. `adapted` are
+    the model's operations where tokens may have adapters.
     """
 
     ahead = 0
 
-    def __init__(self, model: CausalLM, kv: KvCache, slots: Slots, *, exact: bool = False):
+    def __init__(
+        self,
+        model: CausalLM,
+        kv: KvCache,
+        slots: Slots,
+        *,
+        exact: bool = False,
+        adapted: AdaptedOps | None = None,
+    ):
         self._model, self._kv, self._slots, self._exact = model, kv, slots, exact
+        self._adapted = adapted
         self.gaps: deque[float] = deque()
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -78,8 +88,15 @@ class ReferenceRunner:
 
     def _pass(self, chunks: list[Chunk], context: PromptContext | SuffixContext | InvariantContext) -> Tensor:
         tokens = torch.from_numpy(np.concatenate([chunk.tokens for chunk in chunks])).to(self._kv.device)
+        self._serve(np.repeat([chunk.slot for chunk in chunks], [len(chunk.tokens) for chunk in chunks]))
         hidden_td: Tensor = self._model(tokens, context.positions, context)
         return hidden_td
+
+    def _serve(self, slots_t: np.ndarray) -> None:
+        """Let each token of the next pass have its sequence's adapter."""
+        if self._adapted is not None:
+            numbers_t = self._slots.adapter[slots_t]
+            self._adapted.serve(torch.from_numpy(numbers_t).to(self._kv.device) if numbers_t.any() else None)
 
     def _pages(self, chunk: Chunk) -> np.ndarray:
         size = self._kv.page_size
@@ -98,6 +115,7 @@ class ReferenceRunner:
         else:
             context = DecodeContext(self._kv, tables, positions, writes)
         tokens = torch.from_numpy(plan.tokens[order]).to(self._kv.device)
+        self._serve(plan.rows[order])
         hidden_bd = self._model(tokens, torch.from_numpy(positions).to(self._kv.device), context)
         back = np.empty_like(order)
         back[order] = np.arange(len(order))

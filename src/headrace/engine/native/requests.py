@@ -4,12 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from headrace.engine.base import SampleRequest, ScoreRequest
 from headrace.errors import EpisodeFailure
 from headrace.records import LARGEST_INT32, KvEvent, Sampling
+
+Before = Literal["kept", "recomputed"]
+Cause = Literal["start", "swap", "preempt", "fork", "resume", "sleep"]
+
+
+class Served(NamedTuple):
+    """The weights that compute something, by their version; under an adapter that is its own."""
+
+    version: int
+    base: int | None = None
+    """Version of the weights beneath the adapter, where there is one."""
+
+    @staticmethod
+    def of(event: KvEvent) -> Served:
+        return Served(event.version, event.base)
+
+    @staticmethod
+    def now(versions: np.ndarray, adapter: int) -> Served:
+        """By the versions served, of the base weights and then of each adapter."""
+        base = int(versions[0])
+        return Served(int(versions[adapter]), base) if adapter else Served(base)
+
+    def event(self, position: int, before: Before, cause: Cause) -> KvEvent:
+        return KvEvent(position=position, version=self.version, before=before, cause=cause, base=self.base)
 
 
 @dataclass(eq=False, slots=True)
@@ -19,8 +44,8 @@ class Shared:
     pages: np.ndarray
     cached: int
     """Positions whose keys and values they hold; of the last page perhaps only the first ones count."""
-    version: int
-    """Of the weights that computed the last of those positions."""
+    served: Served
+    """The weights that computed the last of those positions."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +60,10 @@ class Sequence:
     limit: int
     """Most tokens to sample; 0 of a request to score."""
     stop_ids: tuple[int, ...] = ()
-    prompt: bytes = field(init=False)
+    adapter: int = 0
+    """Number of its adapter, 0 for none."""
+    prompt: tuple[int, bytes] = field(init=False)
+    """Equal for those that can share all of it."""
     slot: int | None = None
     lineage: list[KvEvent] = field(default_factory=list)
     supports: list[np.ndarray] = field(default_factory=list)
@@ -50,7 +78,7 @@ class Sequence:
     """Of a request to score: the tokens whose log-probs are asked for, the last ones it sees."""
 
     def __post_init__(self) -> None:
-        self.prompt = self.context.tobytes()
+        self.prompt = self.adapter, self.context.tobytes()
 
     @property
     def length(self) -> int:
@@ -95,6 +123,10 @@ def check_request(request: SampleRequest, *, vocab_size: int, max_context: int, 
         check_tokens(request.begun.tokens, vocab_size, "a turn that was begun", may_be_empty=True)
         more = len(request.begun.tokens) < request.max_tokens
         _demand(more, "max_tokens is above what was sampled already", request.max_tokens)
+        own = request.begun.adapter == request.adapter
+        _demand(
+            own, f"a turn that was begun is resumed with its adapter, {request.begun.adapter!r}", request.adapter
+        )
         whole = not request.sampling.truncates or request.begun.support is not None
         _demand(whole, "a turn resumed with truncated sampling brings its supports", request.begun.support)
     check_length(len(request.context) + (len(request.begun.tokens) if request.begun else 0), max_context)
@@ -163,7 +195,7 @@ def lineage_until(lineage: Iterable[KvEvent], position: int) -> list[KvEvent]:
     for event in lineage:
         if event.before == "recomputed":
             # Whatever lay before is this version's now.
-            kept = [KvEvent(position=0, version=event.version, before="kept", cause="start")]
+            kept = [Served.of(event).event(0, "kept", "start")]
         elif event.position < position or not kept:
             kept.append(event)
     return kept

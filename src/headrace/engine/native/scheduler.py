@@ -2,8 +2,8 @@
 
 A step passes the last token of every sequence that is up to date, and chunks of those that are not, oldest
 first, up to `prefill_tokens`. What others have computed is shared: full pages as they are, a partly filled one
-as a copy. Of several waiting sequences with one prompt the first computes it; the others wait for that and sample
-their first token from the same logits.
+as a copy; never between sequences of different adapters. Of several waiting sequences with one prompt the first
+computes it; the others wait for that and sample their first token from the same logits.
 
 When pages run out, kept beginnings go first, then what ended sequences hold for forks. One that would enter waits
 for what runs then; to go on with that, what waiting forks share goes next, and then the youngest running sequence
@@ -15,14 +15,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.pages import PagePool, pages_for
 from headrace.engine.native.plan import Chunk, Plan
-from headrace.engine.native.requests import Sequence, Shared, lineage_until, note
+from headrace.engine.native.requests import Sequence, Served, Shared, lineage_until, note
 from headrace.engine.native.slots import Slots
 from headrace.engine.native.tree import PageTree
 from headrace.errors import HeadraceError
@@ -52,17 +52,22 @@ class Scheduler:
         self.held: dict[int, Sequence] = {}
         """Ended sequences whose pages are kept for forks, by request, in the order of their ends."""
         self._settle = settle
-        self._computing: dict[bytes, int] = {}
+        self._computing: dict[tuple[int, bytes], int] = {}
         """Prompts that a running sequence is about to have computed, and its slot."""
 
     # ── A step ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def plan(self, version: int, *, admit: bool = True) -> Plan | None:
-        """The next step, taken as begun: slots count its passes as done. None when there is nothing to do."""
+    def plan(self, versions: np.ndarray, *, admit: bool = True, but: int | None = None) -> Plan | None:
+        """The next step, taken as begun: slots count its passes as done. None when there is nothing to do.
+
+        `versions` are those served, of the base weights and of each adapter by its number. Nothing new is admitted
+        of adapter `but`.
+        """
+        doors = _Doors(versions, admit, but)
         preempted = self._make_room_to_decode()
         copies: tuple[list[int], list[int]] = ([], [])
         if not preempted and (self._worth_admitting or not admit):
-            self._admit(version, *copies, new=admit)
+            self._admit(doors, *copies)
         rows = self.slots.ready
         chunks = self._chunks()
         if not len(rows) and not chunks:
@@ -74,7 +79,7 @@ class Scheduler:
             slots.cached[chunk.slot] = chunk.last
             self._keep_beginning(chunk)
         later: tuple[list[int], list[int]] = ([], [])
-        twins = self._admit_twins(version, chunks, *later) if admit and not preempted else {}
+        twins = self._admit_twins(doors, chunks, *later) if admit and not preempted else {}
         sampling = [chunk.slot for chunk in chunks if chunk.samples]
         samples = np.array([*rows.tolist(), *sampling, *twins], np.int64)
         indices = slots.issued[samples]
@@ -112,7 +117,7 @@ class Scheduler:
         known = min(len(tokens), int(self.slots.cached[slot]))
         if self.slots.pure[slot] and known:
             pages = self.slots.page_table[slot, : pages_for(known, self.page_size)]
-            self.tree.insert(tokens[:known], pages)
+            self.tree.insert(tokens[:known], pages, int(self.slots.adapter[slot]))
 
     # ── Admission ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -121,15 +126,18 @@ class Scheduler:
         """A step with prompts costs more than one without: when slots are scarce, fill several at once."""
         return self.slots.free >= min(len(self.queue), self.slots.capacity // SHARE_FILLED_AT_ONCE)
 
-    def _admit(self, version: int, sources: list[int], targets: list[int], *, new: bool) -> None:
+    def _admit(self, doors: _Doors, sources: list[int], targets: list[int]) -> None:
         waiting: list[Sequence] = []
         borrowed: list[int] = []
-        while self.queue and self.slots.free > len(waiting):
+        slots_wanted = 0
+        while self.queue and self.slots.free > slots_wanted:
             sequence = self.queue.popleft()
             computing = sequence.shared is None and sequence.prompt in self._computing
-            if computing or not (new or sequence.preempted):
+            if computing or not doors.open_to(sequence):
                 waiting.append(sequence)
-            elif not self._enter(sequence, version, sources, targets, borrowed):
+                # Others may have those of what waits for its adapter's swap.
+                slots_wanted += computing or not doors.new
+            elif not self._enter(sequence, doors, sources, targets, borrowed):
                 self.queue.appendleft(sequence)
                 break
         self.queue.extendleft(reversed(waiting))
@@ -138,7 +146,7 @@ class Scheduler:
             self.pool.release(np.array([page]))
 
     def _admit_twins(
-        self, version: int, chunks: list[Chunk], sources: list[int], targets: list[int]
+        self, doors: _Doors, chunks: list[Chunk], sources: list[int], targets: list[int]
     ) -> dict[int, int]:
         """Slots of waiting sequences whose whole context this step computes for another, and that one's slot: their
         first token is sampled from the same logits."""
@@ -151,10 +159,10 @@ class Scheduler:
             sequence = self.queue.popleft()
             plain = sequence.shared is None and sequence.targets is None and not sequence.preempted
             leader = leaders.get(sequence.prompt) if plain and not len(sequence.tokens) else None
-            if leader is None:
+            if leader is None or not doors.open_to(sequence):
                 others.append(sequence)
                 continue
-            if not self._enter(sequence, version, sources, targets, borrowed):
+            if not self._enter(sequence, doors, sources, targets, borrowed):
                 self.queue.appendleft(sequence)
                 break
             slot = sequence.slot
@@ -167,9 +175,10 @@ class Scheduler:
         return twins
 
     def _enter(
-        self, sequence: Sequence, version: int, sources: list[int], targets: list[int], borrowed: list[int]
+        self, sequence: Sequence, doors: _Doors, sources: list[int], targets: list[int], borrowed: list[int]
     ) -> bool:
-        full, tail_page, cached = self._found(sequence, version)
+        served = Served.now(doors.versions, sequence.adapter)
+        full, tail_page, cached = self._found(sequence, served)
         tail = np.array([] if tail_page is None else [tail_page], np.int64)
         self.pool.share(full)
         self.pool.share(tail)
@@ -192,37 +201,35 @@ class Scheduler:
             targets.append(int(own[0]))
             borrowed.append(tail_page)
         slot = self.slots.enter(sequence, np.concatenate([full, own]), cached)
-        self._note_begin(sequence, slot, version, cached)
+        self._note_begin(sequence, slot, served, cached)
         if cached < len(sequence.context) - 1:
             self._computing.setdefault(sequence.prompt, slot)
         return True
 
-    def _found(self, sequence: Sequence, version: int) -> tuple[np.ndarray, int | None, int]:
+    def _found(self, sequence: Sequence, served: Served) -> tuple[np.ndarray, int | None, int]:
         """(full pages to share, page to copy, positions they hold together) of what is computed already."""
         if sequence.shared is not None:
             shared = sequence.shared
             # Under other weights the last position is computed again, for the next token's logits.
-            cached = shared.cached if shared.version == version else min(shared.cached, sequence.length - 1)
+            cached = shared.cached if shared.served == served else min(shared.cached, sequence.length - 1)
             full = cached // self.page_size
             return shared.pages[:full], int(shared.pages[full]) if cached % self.page_size else None, cached
-        match = self.tree.match(sequence.whole()[: sequence.reusable])
+        match = self.tree.match(sequence.whole()[: sequence.reusable], sequence.adapter)
         full = len(match.pages) * self.page_size
         cached = full + match.tail
         if match.tail_page is None or (cached < sequence.reusable and match.tail < self.page_size // WORTH_COPYING):
             return match.pages, None, full
         return match.pages, match.tail_page, cached
 
-    def _note_begin(self, sequence: Sequence, slot: int, version: int, cached: int) -> None:
+    def _note_begin(self, sequence: Sequence, slot: int, served: Served, cached: int) -> None:
         if sequence.shared is not None and cached:
-            self.slots.pure[slot] = all(event.version == version for event in sequence.lineage)
-            if sequence.shared.version != version:
-                note(sequence.lineage, KvEvent(position=cached, version=version, before="kept", cause="fork"))
+            self.slots.pure[slot] = all(Served.of(event) == served for event in sequence.lineage)
+            if sequence.shared.served != served:
+                note(sequence.lineage, served.event(cached, "kept", "fork"))
         elif sequence.lost is not None:
-            lost = sequence.lost
-            event = KvEvent(position=lost.position, version=version, before="recomputed", cause=lost.cause)
-            note(sequence.lineage, event)
+            note(sequence.lineage, served.event(sequence.lost.position, "recomputed", sequence.lost.cause))
         else:
-            sequence.lineage = [KvEvent(position=0, version=version, before="kept", cause="start")]
+            sequence.lineage = [served.event(0, "kept", "start")]
         sequence.lost = None
         self._give_up(sequence)
 
@@ -335,7 +342,8 @@ class Scheduler:
             del self._computing[sequence.prompt]
         if hold:
             cached = min(cached, sequence.length)
-            sequence.shared = Shared(pages, cached, lineage_until(sequence.lineage, cached)[-1].version)
+            served = Served.of(lineage_until(sequence.lineage, cached)[-1])
+            sequence.shared = Shared(pages, cached, served)
             self._hold(sequence)
         else:
             self.pool.release(pages)
@@ -368,12 +376,26 @@ class Scheduler:
         if sequence is not None:
             self._give_up(sequence)
 
-    def forget_beginnings(self) -> None:
-        """Nothing computed so far may be shared any more: other weights are served, or the cache is gone."""
-        self.tree.clear()
-        self._computing.clear()
+    def forget_beginnings(self, adapter: int | None = None) -> None:
+        """Nothing computed so far, or nothing of this adapter's, may be shared any more: other weights are served,
+        or the cache is gone."""
+        self.tree.clear(adapter)
+        for prompt in [prompt for prompt in self._computing if adapter in (None, prompt[0])]:
+            del self._computing[prompt]
 
     def by_age(self) -> list[int]:
         """Active slots, the youngest first."""
         active = self.slots.active
         return active[np.argsort(-self.slots.order[active])].tolist()
+
+
+class _Doors(NamedTuple):
+    """Who may enter a step, and under which weights."""
+
+    versions: np.ndarray
+    new: bool
+    but: int | None
+
+    def open_to(self, sequence: Sequence) -> bool:
+        """What was preempted returns in any case."""
+        return sequence.preempted or (self.new and sequence.adapter != self.but)

@@ -33,6 +33,8 @@ class Slots:
         self.sampled = np.zeros(capacity, np.int64)
         self.limit = np.zeros(capacity, np.int64)
         self.order = np.zeros(capacity, np.int64)
+        self.adapter = np.zeros(capacity, np.int32)
+        """Number of the adapter, 0 for none."""
         self.last_token = np.zeros(capacity, np.int64)
         """-1 while the pass that samples it has not been collected."""
         self.pure = np.zeros(capacity, bool)
@@ -92,6 +94,7 @@ class Slots:
         self.issued[slot] = self.sampled[slot] = count
         self.limit[slot] = sequence.limit
         self.order[slot] = sequence.order
+        self.adapter[slot] = sequence.adapter
         self.last_token[slot] = sequence.tokens[-1] if count else sequence.context[-1]
         self.pure[slot] = True
         self.scoring[slot] = sequence.targets is not None
@@ -145,12 +148,12 @@ class Slots:
             self.versions[slot, :count].copy(),
         )
 
-    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
+    def append(self, rows: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray, versions: np.ndarray) -> None:
         """One sampled token for each of these rows."""
         at = self.sampled[rows]
         self.tokens[rows, at] = tokens
         self.logprobs[rows, at] = logprobs
-        self.versions[rows, at] = version
+        self.versions[rows, at] = versions
         self.sampled[rows] = at + 1
         newest = self.issued[rows] == at + 1
         self.last_token[rows[newest]] = tokens[newest]

@@ -3,14 +3,15 @@
     root ── page 4 "the cat " ─┬─ page 7 "sat on t" ── page 2 "he" (partly filled)
                                └─ page 9 "sat down"
 
-A path from the root spells a beginning. Of the children of one node none begins with all of another: they
-are kept sorted, so the one that agrees longest with given tokens is next to where those would be inserted.
+A path from a root spells a beginning; the base weights and each adapter have a root of their own. Of the children
+of one node none begins with all of another: they are kept sorted, so the one that agrees longest with given tokens
+is next to where those would be inserted.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -40,9 +41,14 @@ class _Node:
         self.last_use = 0
         """Of itself and of the children it has lost: while it has some, theirs may be later."""
 
+    @property
+    def is_root(self) -> bool:
+        return self.parent is None
+
 
 class PageTree:
-    """Which pages hold which beginnings of sequences, as one version of the weights computes them.
+    """Which pages hold which beginnings of sequences, as one version of the weights computes them: of the base
+    weights (0), or of an adapter, by its number.
 
     Holds one reference to each of its pages, and each page once. Not thread-safe. Tokens are int32 rows. What
     a page holds of its inserted tokens must not change while the tree has it; beyond them it may be written.
@@ -51,7 +57,7 @@ class PageTree:
     def __init__(self, pool: PagePool, page_size: int):
         self._pool, self._page_size = pool, page_size
         self._page_bytes = page_size * TOKEN_BYTES
-        self._root = _Node(b"", -1, None)
+        self._roots: dict[int, _Node] = {}
         self._clock = 0
         # Every leaf is in one of these two, once. What has grown or been used since is seen to when it comes up:
         # always before the children it has grown, as they are younger than its time here. No two times in the
@@ -63,13 +69,13 @@ class PageTree:
         self.references = np.zeros(pool.total, np.int64)
         """To every page of the pool: 1 where it is held."""
 
-    def match(self, tokens: np.ndarray) -> Match:
-        """The longest beginning of `tokens` in the tree, which counts as a use of it.
+    def match(self, tokens: np.ndarray, adapter: int = 0) -> Match:
+        """The longest beginning of `tokens` that this adapter has in the tree, which counts as a use of it.
 
         Takes no references: share or copy the pages before anything can evict them.
         """
-        node, children, pages, data = self._root, self._root.children, [], _data(tokens)
-        tail_page, tail = None, 0
+        node, pages, data = self._root(adapter), [], _data(tokens)
+        children, tail_page, tail = node.children, None, 0
         for start in range(0, len(data), self._page_bytes):
             key = data[start : start + self._page_bytes]
             at = bisect_left(children, key, key=_key)
@@ -86,14 +92,14 @@ class PageTree:
         self._use(node)
         return Match(np.array(pages, np.int64), tail_page, tail)
 
-    def insert(self, tokens: np.ndarray, pages: np.ndarray) -> None:
+    def insert(self, tokens: np.ndarray, pages: np.ndarray, adapter: int = 0) -> None:
         """Keep `pages`, which hold all of `tokens` in order, as far as the tree lacks them; a use of them all.
 
         Takes a reference to each page it adds. A partly filled page gives way to one that goes on from it,
         and is not added where there is one.
         """
         assert len(pages) == pages_for(len(tokens), self._page_size)
-        node, data = self._root, _data(tokens)
+        node, data = self._root(adapter), _data(tokens)
         for known, start in enumerate(range(0, len(data), self._page_bytes)):
             key = data[start : start + self._page_bytes]
             children = node.children
@@ -135,7 +141,7 @@ class PageTree:
         For when nothing can be evicted: a page nobody uses may lead to one that is in use. Returns how many pages
         became free.
         """
-        nodes, pages, free = [self._root], [], self._pool.free
+        nodes, pages, free = [*self._roots.values()], [], self._pool.free
         self._leaves.clear()
         self._leaves_in_use.clear()
         while nodes:
@@ -148,23 +154,30 @@ class PageTree:
                 unused += gone.children
                 node.last_use = max(node.last_use, gone.last_use)
             nodes += node.children
-            if not node.children and node is not self._root:
+            if not node.children and not node.is_root:
                 self._queue(node)
         self._release(pages)
         return self._pool.free - free
 
-    def clear(self) -> None:
-        """Release everything."""
+    def clear(self, adapter: int | None = None) -> None:
+        """Release everything, or all that one adapter has."""
         pages: list[int] = []
-        nodes = [self._root]
+        gone: set[_Node] = set()
+        nodes = [*self._roots.values()] if adapter is None else [self._root(adapter)]
         while nodes:
             node = nodes.pop()
             nodes.extend(node.children)
+            gone.update(node.children)
             pages.extend(child.page for child in node.children)
             node.children = []
-        self._leaves.clear()
-        self._leaves_in_use.clear()
+        # What is left of a heap's list, in its order, need not be one.
+        self._leaves = [(queued_at, leaf) for queued_at, leaf in self._leaves if leaf not in gone]
+        heapify(self._leaves)
+        self._leaves_in_use = [leaf for leaf in self._leaves_in_use if leaf not in gone]
         self._release(pages)
+
+    def _root(self, adapter: int) -> _Node:
+        return self._roots.setdefault(adapter, _Node(b"", -1, None))
 
     def _lengthen(self, node: _Node, key: bytes, page: np.ndarray) -> None:
         """Let a partly filled node be the page of `key`, which begins with its tokens."""
@@ -192,7 +205,7 @@ class PageTree:
         assert parent is not None
         del parent.children[bisect_left(parent.children, leaf.key, key=_key)]
         parent.last_use = max(parent.last_use, leaf.last_use)
-        if not parent.children and parent is not self._root:
+        if not parent.children and not parent.is_root:
             self._queue(parent)
 
     def _release(self, pages: list[int]) -> None:

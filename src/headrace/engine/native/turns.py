@@ -2,6 +2,7 @@
 
 What a turn's columns and lineage mean, here and wherever a log-prob is recomputed:
 
+- Under an adapter, versions are the adapter's, and an event names that of the base weights too (`KvEvent.base`).
 - Token j's logits come from the pass over the token before it; that pass ran under `versions[j]`.
 - Keys and values of positions in [event.position, next event's position) were computed under `event.version`,
   unless a later "recomputed" event rebuilt everything before its position under its own version.
@@ -34,9 +35,14 @@ Stop = Literal["stop", "length", "cancelled"]
 
 
 def sequence_to_sample(
-    request: SampleRequest, fork: Fork | None, order: int, max_context: int, eos_tokens: tuple[int, ...]
+    request: SampleRequest,
+    fork: Fork | None,
+    order: int,
+    max_context: int,
+    eos_tokens: tuple[int, ...],
+    adapter: int = 0,
 ) -> Sequence:
-    """Of a request that was checked."""
+    """Of a request that was checked, and whose adapter has that number."""
     context = np.ascontiguousarray(request.context, np.int32)
     if fork is not None:
         context = np.concatenate([fork.tokens, context])
@@ -46,6 +52,7 @@ def sequence_to_sample(
         order=order,
         limit=min(request.max_tokens, max_context - len(context)),
         stop_ids=tuple(sorted({*eos_tokens, *request.stop_tokens})),
+        adapter=adapter,
         shared=fork.shared if fork is not None else None,
         lineage=fork.lineage if fork is not None else [],
     )
@@ -54,7 +61,7 @@ def sequence_to_sample(
     return sequence
 
 
-def sequence_to_score(request: ScoreRequest, order: int) -> Sequence:
+def sequence_to_score(request: ScoreRequest, order: int, adapter: int = 0) -> Sequence:
     """Of a request that was checked. The last token's log-prob needs no pass over it."""
     targets = np.ascontiguousarray(request.tokens, np.int32)
     return Sequence(
@@ -62,6 +69,7 @@ def sequence_to_score(request: ScoreRequest, order: int) -> Sequence:
         context=np.concatenate([np.asarray(request.context, np.int32), targets[:-1]]),
         order=order,
         limit=0,
+        adapter=adapter,
         targets=targets,
         logprobs=np.zeros(len(targets), np.float32),
         versions=np.zeros(len(targets), np.int32),
@@ -112,6 +120,7 @@ def turn_of(sequence: Sequence, stop: Stop, engine: str) -> Turn:
         lineage=tuple(sequence.lineage),
         support=support,
         policy=request.policy,
+        adapter=request.adapter,
         engine=engine,
         seed=seed,
     )
