@@ -93,6 +93,13 @@ def test_a_record_comes_back_as_it_was(record):
     assert same(decode(encode(record)), record)
 
 
+def test_an_event_written_before_it_named_the_base_is_read_as_of_none():
+    old = msgspec.msgpack.encode([4, 7, "recomputed", "sleep"])
+    event = msgspec.msgpack.decode(old, type=KvEvent)
+    assert (event.position, event.version, event.before, event.cause) == (4, 7, "recomputed", "sleep")
+    assert event.base is None
+
+
 @settings(max_examples=60, deadline=None)
 @given(
     tokens=st.lists(st.integers(0, 2**31 - 1), max_size=20),

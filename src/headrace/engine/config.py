@@ -42,7 +42,7 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     max_adapters: Annotated[int, Meta(ge=0)] = 0
     """LoRA adapters that can be resident at once, each request choosing one or none. 0: none can be loaded."""
     max_adapter_rank: Annotated[int, Meta(ge=1)] = 64
-    """Largest rank of an adapter. Every resident one takes this much of each projection's time and memory."""
+    """Largest rank of an adapter. Each place for one takes that much of every projection's time and memory."""
     standby: bool = True
     """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
     False: with the first version that arrives, whose swap then takes longer."""

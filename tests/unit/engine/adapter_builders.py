@@ -43,7 +43,7 @@ def peft_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_" in name:
-                new = 0.3 * torch.randn(parameter.shape, generator=dice)
+                new = shape.initializer_range * torch.randn(parameter.shape, generator=dice)
                 parameter.data = new.to(device, dtype)
     return model.requires_grad_(False)
 
@@ -70,7 +70,7 @@ def fill_adapter(engine: NativeEngine, spec: AdapterSpec, model: CausalLM) -> No
 
 
 def publish_adapter(engine: NativeEngine, name: str, version: int, interrupt: Interrupt = "keep") -> SwapReport:
-    fill_adapter(engine, SPECS[name], peft_model(SPECS[name], version))
+    fill_adapter(engine, SPECS[name], model_of(name, version, 0))
     return engine.swap_adapter(name, version, interrupt)
 
 

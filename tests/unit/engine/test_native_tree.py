@@ -379,3 +379,49 @@ class TreeWithSequences(RuleBasedStateMachine):
 def test_a_tree_among_running_sequences_does_what_brute_force_does():
     short = settings(max_examples=150, stateful_step_count=40, deadline=None)
     run_state_machine_as_test(TreeWithSequences, settings=short)
+
+
+# ── Adapters ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_adapters_have_beginnings_of_their_own_and_lose_them_alone(tree, pool):
+    kept: dict[int, list[int]] = {}
+    for adapter in range(3):
+        pages = pool.take(2)
+        tree.insert(row(1, 2, 3, 4, 5, 6), pages, adapter)
+        pool.release(pages)
+        kept[adapter] = pages.tolist()
+    for adapter, (full, tail) in kept.items():
+        match = tree.match(row(1, 2, 3, 4, 5, 6, 7), adapter)
+        assert (match.pages.tolist(), match.tail_page, match.tail) == ([full], tail, 2)
+    assert tree.match(row(1, 2, 3, 4), 3).pages.tolist() == []
+    tree.clear(1)
+    assert (tree.pages, pool.free) == (4, 16)
+    assert tree.match(row(1, 2, 3, 4), 1).pages.tolist() == []
+    # What was used longest ago goes first, whoever's it is.
+    tree.match(row(1, 2, 3, 4, 5, 6), 0)
+    assert evicted(tree, pool, 2) == sorted(kept[2])
+    assert evicted(tree, pool, 5) == sorted(kept[0])
+    assert (tree.pages, pool.free) == (0, 20)
+
+
+def test_trees_of_several_adapters_do_what_one_tree_for_each_would():
+    dice = np.random.default_rng(0)
+    pool = PagePool(400)
+    tree, alone = PageTree(pool, SIZE), [PageTree(PagePool(400), SIZE) for _ in range(3)]
+    for _ in range(600):
+        adapter = int(dice.integers(3))
+        own, tokens = alone[adapter], dice.integers(0, 2, dice.integers(1, 14)).astype(np.int32)
+        if dice.random() < 0.03:
+            tree.clear(adapter)
+            own.clear()
+        elif dice.random() < 0.5:
+            for one, its in ((tree, pool), (own, own._pool)):
+                pages = its.take(pages_for(len(tokens), SIZE))
+                one.insert(tokens, pages, adapter if one is tree else 0)
+                its.release(pages)
+        found, expected = tree.match(tokens, adapter), own.match(tokens)
+        assert (len(found.pages), found.tail) == (len(expected.pages), expected.tail)
+        assert tree.pages == sum(one.pages for one in alone) == pool.total - pool.free
+    assert tree.evict(400) > 0
+    assert (tree.pages, pool.free) == (0, 400)

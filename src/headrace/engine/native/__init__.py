@@ -14,8 +14,11 @@ slots.py        the running sequences' state as arrays, one row each
 pages.py        which page of the KV cache belongs to whom
 tree.py         beginnings of sequences that are kept for others
 plan.py         what a step does, as data; what a runner is
-weights.py      live and standby parameters
-quantized.py    the projections in FP8, beside the live ones
+outcomes.py     what a step gave, taken in
+served.py       all weights that passes read, and their versions:
+weights.py        live and standby parameters
+quantized.py      the projections in FP8, beside the live ones
+adapters.py       LoRA adapters, stacked, and their standby buffers
 kv.py           the cache's tensors
 memory.py       memory that can be given back and had again at the same addresses
 

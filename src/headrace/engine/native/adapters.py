@@ -116,7 +116,7 @@ class AdapterBank:
             before = self._standby.get(spec.name)
             if before is not None:
                 before.settle()
-            if before is not None and (before.spec.rank, before.buffers.keys()) == (spec.rank, _names(modules)):
+            if before is not None and (before.spec.rank, [*before.buffers]) == (spec.rank, _names(modules)):
                 before.spec = spec
             else:
                 self._standby[spec.name] = self._new_standby(spec, modules)
@@ -306,9 +306,9 @@ def _zeros_like(tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
-def _names(modules: list[str]) -> dict[str, None]:
-    """PEFT's, of their tensors: in order, once each."""
-    return {f"base_model.model.{module}.lora_{side}.weight": None for module in modules for side in "AB"}
+def _names(modules: list[str]) -> list[str]:
+    """PEFT's, of their tensors."""
+    return [f"base_model.model.{module}.lora_{side}.weight" for module in modules for side in "AB"]
 
 
 def _binds(target: str, module: str) -> bool:
