@@ -1,7 +1,7 @@
 """The ops back end under LoRA adapters: each token with its own, or none, all of them in one pass.
 
-    x ─┬─▶ W ───────────────────────────────────────────────────────────▶ + ─▶ y
-       └─▶ A of all adapters ─▶ keep a token's own columns, times its scale ─▶ B of all ─┘
+    x ─┬─▶ W ──────────────────────────────────────────────────────────────────────────── + ─▶ y
+       └─▶ A of all adapters ─▶ only a token's own columns ─▶ B of all ─▶ times its scale ─┘
 
 The adapters of a projection lie side by side, so a product serves all of them, and no token is moved. Projections
 of one input share the first product. Shape letters: T tokens, K projections of one input, N adapters, R columns of
@@ -39,8 +39,8 @@ class AdaptedOps:
     """Another back end's operations, its projections with adapters. Serves one engine: `serve` before each pass.
 
     A token that uses no adapter has zeros added to what `inner` gives. Adapters are numbered from 1. Rounds where
-    PEFT's layer rounds, but that the scale is applied to the few columns between A and B. With `fused`, a kernel
-    applies it and B's product is added before it is rounded. Inference only.
+    PEFT's layer rounds. With `fused`, the scale is applied to the few columns between A and B, and B's product is
+    added before it is rounded: so the way back is one product. Inference only.
     """
 
     def __init__(self, inner: Ops, stack_of: StackOf, scales: Tensor, *, fused: bool = False):
@@ -80,25 +80,25 @@ class AdaptedOps:
         stack = None if self._numbers is None else self._stack_of(weights)
         if stack is None:
             return plain
-        columns = F.linear(x_ti, stack.down)
-        own_columns = self._own(columns, stack.up[0].shape[1]).chunk(len(stack.up), -1)
-        parts = zip(plain, own_columns, stack.up, strict=True)
+        columns, rank = F.linear(x_ti, stack.down), stack.up[0].shape[1] // (len(self._scales) - 1)
         if self._fused:
-            return [torch.addmm(out, own, up.t(), out=out) for out, own, up in parts]
-        return [out + F.linear(own, up) for out, own, up in parts]
+            return self._add_scaled_columns(columns, rank, stack.up, plain)
+        by_adapter = columns.unflatten(1, (len(stack.up), -1, rank))
+        own = torch.where(self._own_tn[:, None, :, None], by_adapter, 0.0).flatten(2).unbind(1)
+        return [out + self._scaled(F.linear(x, up)) for out, x, up in zip(plain, own, stack.up, strict=True)]
 
-    def _own(self, columns: Tensor, width: int) -> Tensor:
-        """(T, K·N·R): those of a token's own adapter times its scale, zeros for the others'. N·R is `width`."""
-        assert self._numbers is not None
-        tokens, adapters = len(columns), len(self._scales) - 1
-        if self._fused:
-            from headrace.kernels.adapters import keep_own
-
-            return keep_own(columns, self._numbers, self._scales, width // adapters)
-        by_adapter = columns.view(tokens, -1, adapters, width // adapters)
+    def _scaled(self, x: Tensor) -> Tensor:
         # In float32, as a number that a tensor is multiplied by is not rounded to its type.
-        scaled = (by_adapter.float() * self._scale_t[:, None, None, None]).to(columns.dtype)
-        return torch.where(self._own_tn[:, None, :, None], scaled, 0.0).view(columns.shape)
+        return (x.float() * self._scale_t[:, None]).to(x.dtype)
+
+    def _add_scaled_columns(
+        self, columns: Tensor, rank: int, ups: tuple[Tensor, ...], plain: list[Tensor]
+    ) -> list[Tensor]:
+        from headrace.kernels.adapters import keep_own
+
+        assert self._numbers is not None
+        own = keep_own(columns, self._numbers, self._scales, rank).chunk(len(ups), -1)
+        return [torch.addmm(out, x, up.t(), out=out) for out, x, up in zip(plain, own, ups, strict=True)]
 
     # ── As they are ──────────────────────────────────────────────────────────────────────────────────────
 

@@ -96,9 +96,8 @@ def test_where_no_token_has_an_adapter_nothing_is_computed_for_them():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rounding_is_that_of_pefts_layer(dtype):
-    """The scale here is a power of two, so that it makes no difference where it is applied."""
     model = nn.Sequential(nn.Linear(SIZE, 16, bias=False)).to(dtype)
-    peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules=["0"]), model)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=RANK, lora_alpha=1.3 * RANK, target_modules=["0"]), model)
     layer = model[0]
     with torch.no_grad():
         for i, parameter in enumerate(layer.parameters()):
@@ -109,9 +108,9 @@ def test_rounding_is_that_of_pefts_layer(dtype):
     up = torch.zeros(16, 2, RANK, dtype=dtype)
     down[1], up[:, 1] = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     stack = Stack(down.flatten(0, 1), (up.flatten(1),))
-    ops = AdaptedOps(ReferenceOps(), lambda weights: stack, torch.tensor([0.0, 1.0, 2.0]))
+    ops = AdaptedOps(ReferenceOps(), lambda weights: stack, torch.tensor([0.0, 1.0, 1.3]))
     ops.serve(torch.full((50,), 2, dtype=torch.int32))
     found, expected = ops.linear(x, layer.base_layer.weight, None), model(x)
     # Zeros in a sum may change its order, and with that the last bit of a few.
-    assert (found != expected).float().mean() < (0.02 if dtype == torch.bfloat16 else 0.6)
-    torch.testing.assert_close(found, expected, atol=1e-6 if dtype == torch.float32 else 0.04, rtol=0)
+    assert (found != expected).float().mean() < 0.02
+    torch.testing.assert_close(found, expected)
