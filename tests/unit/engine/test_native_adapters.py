@@ -9,6 +9,7 @@ import engine_builders
 import msgspec
 import numpy as np
 import pytest
+import torch
 from adapter_builders import A, B, fill_adapter, make_engine, model_of, peft_model, publish_adapter, worst_replay
 from engine_builders import (
     MODEL,
@@ -226,12 +227,24 @@ def test_a_turn_that_was_begun_goes_on_with_its_adapter():
 # ── The GPU's runner, in Triton's interpreter ────────────────────────────────────────────────────────────
 
 
-def test_both_runners_agree_on_adapters(monkeypatch):
+@pytest.fixture
+def make_fused(monkeypatch):
+    """Engines over it, where its kernels run."""
+
+    def make(**options) -> NativeEngine:
+        with monkeypatch.context() as patched:
+            patched.setattr(core, "open_runner", graphs.GraphRunner)
+            return make_engine(device="cuda" if torch.cuda.is_available() else "cpu", **options)
+
+    if not torch.cuda.is_available():
+        # The interpreter takes its time for programs with nothing to do.
+        monkeypatch.setattr(graphs, "SPLIT_PROGRAMS", 2)
+    return make
+
+
+def test_both_runners_agree_on_adapters(make_fused):
     config = {"prefill_tokens": 20, "max_running": 7}
-    reference = make_engine(config=config)
-    monkeypatch.setattr(graphs, "SPLIT_PROGRAMS", 2)
-    monkeypatch.setattr(core, "open_runner", graphs.GraphRunner)
-    fused = make_engine(config=config)
+    reference, fused = make_engine(config=config), make_fused(config=config)
     wanted = mixed(with_samplings(requests(14, seed=3, group=3, tokens=(1, 12))))
     expected, turns = drive(reference, wanted), drive(fused, wanted)
     for id, turn in turns.items():
@@ -241,10 +254,8 @@ def test_both_runners_agree_on_adapters(monkeypatch):
     assert all_free(fused)
 
 
-def test_steps_begun_before_an_adapters_swap_carry_its_older_version(monkeypatch):
-    monkeypatch.setattr(graphs, "SPLIT_PROGRAMS", 2)
-    monkeypatch.setattr(core, "open_runner", graphs.GraphRunner)
-    engine = make_engine(config={"prefill_tokens": 16})
+def test_steps_begun_before_an_adapters_swap_carry_its_older_version(make_fused):
+    engine = make_fused(config={"prefill_tokens": 16})
 
     def between(step: int) -> None:
         if step in (4, 8):

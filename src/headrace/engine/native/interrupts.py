@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from headrace.engine.base import Interrupt, SampleRequest
 from headrace.engine.native.requests import Sequence, Served, note
 from headrace.engine.native.scheduler import Scheduler
@@ -13,10 +11,6 @@ def interrupt_of(sequence: Sequence, default: Interrupt) -> Interrupt:
     """As its request says; a request to score says nothing."""
     request = sequence.request
     return (request.interrupt if isinstance(request, SampleRequest) else None) or default
-
-
-def any_is(wanted: Interrupt, sequences: Iterable[Sequence], default: Interrupt) -> bool:
-    return any(interrupt_of(sequence, default) == wanted for sequence in sequences)
 
 
 def begun(scheduler: Scheduler, adapter: int | None) -> list[Sequence]:
