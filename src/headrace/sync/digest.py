@@ -1,0 +1,113 @@
+"""Checksums of tensors: the same number wherever a tensor's bytes lie. No torch here.
+
+A tensor's bytes are cut into pieces of 256 KiB. Each piece, the last one filled up with zeros to a multiple of
+1,024 bytes, has its XXH3-64 (seed 0, default secret). The tensor's digest is the XXH3-64 of its pieces' digests,
+one after another as little-endian words of 8 bytes, with the tensor's length in bytes as the last word. An empty
+tensor has no piece, and so the digest of the word 0. Dtype and shape do not count.
+
+Pieces make many independent inputs of one tensor, which is what a GPU needs (`kernels.digest`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+if TYPE_CHECKING:
+    import torch
+
+PIECE = 256 * 1024
+BLOCK = 1024
+# From this size on, threads pay: the library releases the interpreter's lock for a piece.
+_PARALLEL_BYTES = 1 << 26
+_THREADS = 8
+# What a thread takes at once, and what is copied from a device at once where there is no kernel for it.
+_SPAN = 64 * PIECE
+_NONE = np.empty(0, np.uint64)
+
+
+def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Each tensor's digest. They may lie on several devices, which work beside each other and beside the CPU.
+
+    Reads what the current streams have written by then, and waits for them. On the CPU it runs no torch operation:
+    in a thread of its own, as where weights are verified, that would start a second pool of OpenMP threads.
+    """
+    places_on: dict[torch.device, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places_on.setdefault(tensor.device, []).append(place)
+    pieces: dict[int, np.ndarray] = {}
+    launched: list[tuple[list[int], torch.Tensor]] = []
+    for device in sorted(places_on, key=lambda device: device.type == "cpu"):
+        places = places_on[device]
+        here = [tensors[place] for place in places]
+        if device.type == "cpu":
+            pieces |= zip(places, _on_the_cpu(here), strict=True)
+        elif device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+            from headrace.kernels.digest import piece_digests
+
+            launched.append((places, piece_digests(here)))
+        else:
+            pieces |= zip(places, map(_through_the_cpu, here), strict=True)
+    for places, found in launched:
+        pieces |= zip(places, split(found.cpu().numpy(), [tensors[place].nbytes for place in places]), strict=True)
+    return [joined(pieces[place], tensor.nbytes) for place, tensor in enumerate(tensors)]
+
+
+def split(pieces: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
+    """The pieces of each tensor, given those of all and the tensors' bytes."""
+    return np.split(pieces, np.cumsum([-(-size // PIECE) for size in sizes])[:-1])
+
+
+def joined(pieces: np.ndarray, nbytes: int) -> int:
+    """A tensor's digest, given its pieces' and its bytes."""
+    return xxhash.xxh3_64_intdigest(pieces.astype("<u8").tobytes() + nbytes.to_bytes(8, "little"))
+
+
+def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The digests of each tensor's pieces."""
+    raw = [_bytes_of(tensor) for tensor in tensors]
+    spans = [span for one in raw for span in _spans(one)]
+    if sum(map(len, spans)) < _PARALLEL_BYTES:
+        found = [_pieces(span) for span in spans]
+    else:
+        with ThreadPoolExecutor(_THREADS) as threads:
+            found = list(threads.map(_pieces, spans))
+    return split(np.concatenate([_NONE, *found]), [len(one) for one in raw])
+
+
+def _through_the_cpu(tensor: torch.Tensor) -> np.ndarray:
+    """As `_on_the_cpu` for one tensor on a device without a kernel. On the CPU it needs the room of one span."""
+    import torch
+
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    copies = (flat[start : start + _SPAN].cpu().numpy().data for start in range(0, len(flat), _SPAN))
+    return np.concatenate([_NONE, *map(_pieces, copies)])
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of one on the CPU, without a copy where it is contiguous."""
+    import torch
+
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1).view(torch.uint8).numpy().data
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    known_to_numpy = tensor.view(words.get(tensor.itemsize, tensor.dtype)).numpy()
+    return np.ascontiguousarray(known_to_numpy).reshape(-1).view(np.uint8).data
+
+
+def _spans(raw: memoryview) -> Iterator[memoryview]:
+    return (raw[start : start + _SPAN] for start in range(0, len(raw), _SPAN))
+
+
+def _pieces(raw: memoryview) -> np.ndarray:
+    whole = len(raw) - len(raw) % PIECE
+    found = [xxhash.xxh3_64_intdigest(raw[start : start + PIECE]) for start in range(0, whole, PIECE)]
+    if rest := bytes(raw[whole:]):
+        found.append(xxhash.xxh3_64_intdigest(rest + bytes(-len(rest) % BLOCK)))
+    return np.array(found, np.uint64)
