@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class TensorSpec(Record):
-    """One tensor of a payload: its place in the payload's bytes and the CRC-32 of its own."""
+    """One tensor of a payload: its place in the payload's bytes, and the digest of its own (`sync.digest`)."""
 
     name: str
     dtype: str

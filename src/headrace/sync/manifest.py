@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from headrace.errors import SyncError
 from headrace.sync.base import Manifest
+from headrace.sync.digest import digests
 
 if TYPE_CHECKING:
     import torch
 
-# From this size on, threads pay: the checksum releases the interpreter's lock.
-_PARALLEL_BYTES = 1 << 26
-_THREADS = 8
 _SHOWN = 5
 
 
@@ -51,26 +47,10 @@ def verify(manifest: Manifest, tensors: Mapping[str, torch.Tensor], who: str = "
     names = [spec.name for spec in manifest.tensors]
     if absent := [name for name in names if name not in tensors]:
         raise SyncError("verify", who, f"version {manifest.version.number}: not here: {_some(absent)}")
-    found = checksums(bytes_of(tensors[name]) for name in names)
-    wrong = [spec.name for spec, sum_ in zip(manifest.tensors, found, strict=True) if spec.checksum != sum_]
+    found = digests([tensors[name] for name in names])
+    wrong = [spec.name for spec, digest in zip(manifest.tensors, found, strict=True) if spec.checksum != digest]
     if wrong:
         raise SyncError("verify", who, f"version {manifest.version.number}: checksums differ for {_some(wrong)}")
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes, without a copy for a contiguous one on the CPU."""
-    import torch
-
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-def checksums(buffers: Iterable[memoryview]) -> list[int]:
-    """The CRC-32 of each."""
-    buffers = list(buffers)
-    if sum(len(buffer) for buffer in buffers) < _PARALLEL_BYTES:
-        return [zlib.crc32(buffer) for buffer in buffers]
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(zlib.crc32, buffers))
 
 
 def _spec(value: torch.Tensor | tuple[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:

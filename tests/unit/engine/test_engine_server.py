@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-import zlib
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from headrace.engine.native import NativeEngine
 from headrace.ipc import FrameReader, Stop
 from headrace.records import WeightVersion
 from headrace.sync.base import Manifest, TensorSpec
+from headrace.sync.digest import digests
 
 
 class Copies:
@@ -31,10 +31,9 @@ class Copies:
 def manifest_of(number: int) -> Manifest:
     tensors = []
     for name, weight in version_of(number).named_parameters():
-        raw = weight.detach().numpy().tobytes()
-        shape, checksum = tuple(weight.shape), zlib.crc32(raw)
+        (checksum,), shape = digests([weight]), tuple(weight.shape)
         tensors.append(
-            TensorSpec(name=name, dtype="float32", shape=shape, offset=0, nbytes=len(raw), checksum=checksum)
+            TensorSpec(name=name, dtype="float32", shape=shape, offset=0, nbytes=weight.nbytes, checksum=checksum)
         )
     version = WeightVersion(number=number, parent=None, step=0)
     return Manifest(version=version, payload="full", transport="test", tensors=tuple(tensors), nbytes=0)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from headrace.sync.base import TensorSpec
-from headrace.sync.manifest import checksums
+from headrace.sync.digest import digests
 
 NAME = "full"
 ALIGN = 64
@@ -41,8 +41,7 @@ def write(
     """Cast and copy each tensor to its place in `segment` (bytes, on the CPU); returns the specs, checksummed."""
     for spec in specs:
         place(spec, segment).copy_(tensors[spec.name].detach())
-    raw = segment.numpy().data
-    sums = checksums(raw[spec.offset : spec.offset + spec.nbytes] for spec in specs)
+    sums = digests([segment[spec.offset : spec.offset + spec.nbytes] for spec in specs])
     return tuple(
         TensorSpec(
             name=spec.name,
