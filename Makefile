@@ -3,11 +3,12 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: train test lint check clean help
+.PHONY: train test test-full lint check clean help
 
 help:
 	@echo "make train   the quickstart: asynchronous GRPO on this machine, about a minute after installation"
 	@echo "make test    all tests that need no GPU"
+	@echo "make test-full   also those that take minutes"
 	@echo "make lint    formatting, lint, types, layers"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -21,6 +22,9 @@ train: $(VENV)/.installed
 	$(RUN)/headrace train examples/quickstart/quickstart.toml --overwrite
 
 test: $(VENV)/.installed
+	$(RUN)/python -m pytest tests --ignore=tests/gpu -m "not full" --numprocesses=2 --dist=worksteal $(ARGS)
+
+test-full: $(VENV)/.installed
 	$(RUN)/python -m pytest tests --ignore=tests/gpu --numprocesses=2 --dist=worksteal $(ARGS)
 
 lint: $(VENV)/.installed

@@ -24,7 +24,7 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "evaluation", "resume", "config"}
+PIPELINE = {"pipeline", "publication", "evaluation", "resume", "config"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
 FACES = {"base", "config"}

@@ -33,7 +33,7 @@ from headrace.models import load_model
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 from headrace.scoring.advantages import group_advantages
 from headrace.scoring.base import Attempt, AttemptTurn
-from headrace.sync import check_manifest, open_channel, open_receiver, open_sender, verify
+from headrace.sync import open_channel, open_receiver, open_sender
 from headrace.tokenizer import Tokenizer
 from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.trainer import LocalTrainer
@@ -125,10 +125,10 @@ class Loop:
     async def publish(self, version: WeightVersion) -> None:
         """Into standby buffers beside generation, then live between two forward passes."""
         standby = self.engine.standby
-        manifest = await asyncio.to_thread(self.sender.send, version, self.trainer.tensors())
-        check_manifest(manifest, standby)
+        manifest, seal = await asyncio.to_thread(self.sender.send, version, self.trainer.tensors())
+        self.receiver.check(manifest, standby)
         await asyncio.to_thread(self.receiver.receive, manifest, standby)
-        await asyncio.to_thread(verify, manifest, standby)
+        await asyncio.to_thread(self.receiver.verify, manifest, seal, standby)
         async with self.forward_pass:
             self.engine.swap(version.number, "keep")
         self.buffer.engines_serve(version.number)

@@ -6,6 +6,11 @@ import os
 from typing import Any
 
 import torch
+from hypothesis import settings
+
+# A busy machine takes its time for a case now and then; what must not hang has pytest's own limit.
+settings.register_profile("headrace", deadline=None)
+settings.load_profile("headrace")
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

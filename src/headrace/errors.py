@@ -13,6 +13,7 @@ HeadraceError
 │   └── NewerMessage           written by a newer encoding than this one
 ├── EpisodeFailure             costs one episode, never the run; its `reason` goes to the ledger
 ├── SyncError                  a publication failed at a stage; the engine kept its old version
+│   └── Superseded             the version to be published has been replaced by a later one
 ├── ComponentDied              a process of the run ended when it should not have
 ├── DeadlineExceeded           a wait passed its deadline: who waited, for whom, how long
 └── LawBroken                  one of the laws does not hold; always a bug, never retried
@@ -109,6 +110,10 @@ class SyncError(HeadraceError):
         self.args = (stage, who, why)
         self.stage = stage
         self.who = who
+
+
+class Superseded(SyncError):
+    pass
 
 
 class ComponentDied(HeadraceError):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from headrace.engine.base import Engine
+from headrace.engine.base import Sampler
 from headrace.records import Episode, Sampling, Task
 from headrace.rollout.base import EpisodeRequest, Rollouts
 from headrace.scoring.base import Scorers
@@ -34,7 +34,7 @@ async def evaluate(
     *,
     rollouts: Rollouts,
     scorers: Scorers,
-    engine: Engine,
+    engine: Sampler,
     samples: int,
     sampling: Sampling,
     seed: int,

@@ -219,6 +219,11 @@ class Peer:
     def next_call(self) -> int:
         return next(self._numbers)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether its end is the controller's doing."""
+        return self._stopping
+
     def tell(self, record: Any) -> None:
         """Send without waiting. Raises when the child has died or was closed."""
         if self.died.cancelled():

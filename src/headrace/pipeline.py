@@ -12,9 +12,10 @@
     admit       tasks                 the buffer to admit a group        a batch leaving, engines on a newer version
     group ×n    a ticket              its episodes and their scores      engines, workers, or the group being cut
     train       batches               a batch, then its own step         groups finishing
-    publish     a staged version      the ledger, then the engines       transfers and swaps
+    publish     the newest version    the ledger, then the engines       transfers and swaps (publication.py)
     evaluate    a pinned version      held-out episodes                  the evaluator
     report      finished steps        the components' own clocks         the components answering
+    revive      an engine's death     another engine in its place        its start and its first weights
     watch       nothing               a component dying                  never, in a good run
 
 Everything it uses is injected as `Parts`; it imports no torch and touches no disk itself. Time is the event loop's.
@@ -24,23 +25,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from headrace.buffer.base import Buffer, Ticket
 from headrace.config.run import RunConfig
-from headrace.engine.base import Engine
+from headrace.engine.base import Engine, Sampler
+from headrace.engine.pool import EnginePool
 from headrace.errors import DeadlineExceeded, HeadraceError
 from headrace.evaluation import Evaluation, evaluate
 from headrace.ledger import Journal
+from headrace.publication import Publication, PublicationParts
 from headrace.records import Batch, Episode, Group, Sampling, Task, WeightVersion
 from headrace.rollout.base import EpisodeRequest, Rollouts
 from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import group_advantages, shuffle_rewards
 from headrace.scoring.base import Scorers
-from headrace.sync.base import Manifest
-from headrace.sync.schedule import Published, Publisher
+from headrace.sync.schedule import Publisher
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.usage import Usage
@@ -51,7 +53,7 @@ RATE_WINDOW_S = 3.0
 """Rates and idle shares in the metrics are means over this long, or over one step if that takes longer."""
 
 
-class Engines(Protocol):
+class Engines(Sampler, Protocol):
     """The rollout engines as one (see engine/pool.py)."""
 
     members: list[Any]
@@ -106,7 +108,11 @@ class Parts:
     """Serves the version under evaluation, and nothing else."""
     eval_tasks: Sequence[Task] = ()
     deaths: Sequence[Awaitable[Exception]] = ()
-    """Each done, with the error, when a component has died."""
+    """Each done, with the error, when a component has died that nothing replaces."""
+    replace: Callable[[Engine], Awaitable[None]] | None = None
+    """Give an engine that is dead or stuck a new process, without weights yet. None: its failure ends the run."""
+    engine_deaths: Callable[[], Awaitable[Engine]] | None = None
+    """The next engine that has died, to be replaced."""
 
 
 @dataclass
@@ -133,12 +139,22 @@ class Pipeline:
         self._stopping = asyncio.Event()
         self._groups: dict[int, _RunningGroup] = {}
         self._failures_in_row = 0
-        self._publication: asyncio.Task[None] | None = None
+        self.publication = Publication(
+            config.sync,
+            PublicationParts(
+                trainer=parts.trainer,
+                publisher=parts.publisher,
+                engines=parts.engines,
+                journal=parts.journal,
+                telemetry=parts.telemetry,
+                served=lambda: parts.buffer.engines_serve(parts.engines.version),
+                replace=parts.replace,
+            ),
+        )
+        self._publishing: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
-        self._published = Published(number=progress.version, seconds=0.0, pause_s=0.0)
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
         self._begun = 0.0
-        self._version_bytes = 0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         parts.buffer.on_late = self._cut
 
@@ -164,12 +180,14 @@ class Pipeline:
         async with asyncio.TaskGroup() as side:
             admit = side.create_task(self._admit_loop(side))
             report = side.create_task(self._report_loop())
-            flush = side.create_task(self._flush_loop())
+            loops = [admit, side.create_task(self._flush_loop()), side.create_task(self.publication.run())]
+            if self.parts.engine_deaths is not None:
+                loops.append(side.create_task(self._revive_loop(self.parts.engine_deaths)))
             try:
                 await self._train_loop()
             finally:
-                admit.cancel()
-                flush.cancel()
+                for loop in loops:
+                    loop.cancel()
                 for group in self._groups.values():
                     group.task.cancel()
                 self._steps_done.put_nowait(None)
@@ -220,7 +238,7 @@ class Pipeline:
             id=name,
             task=group.work,
             seed=_episode_seed(self.config.seed, group.ticket.sequence, index),
-            engine=parts.engines,  # type: ignore[arg-type]
+            engine=parts.engines,
             on_tokens=lambda count: parts.journal.receive(name, count),
             on_wasted=lambda count: parts.journal.waste(name, count),
         )
@@ -315,14 +333,12 @@ class Pipeline:
         config, step = self.config, self.progress.step
         last = step == config.training.steps
         publish = step % config.sync.interval == 0 and not last
-        judge = self._evaluates(step)
         if self._keeps(step):
             await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
-        if publish or judge:
-            await self._settled(self._publication)
-            if judge:
-                await self._settled(self._evaluation)
-            await self._stage(produced, rollouts=publish, judge=judge)
+        if self._evaluates(step):
+            await self._settled(self._evaluation)
+            await self._publish_now(produced, rollouts=publish, judge=True)
+        self.publication.produced(produced, due=publish)
         if step % config.training.checkpoint_every == 0 and not last:
             await self._checkpoint()
 
@@ -331,7 +347,7 @@ class Pipeline:
         bound, recording = self.config.buffer.staleness_bound, self.config.recording
         span = (8 if bound is None else bound) + 2
         room = recording.keep_versions_gib * 2**30 - self.parts.vault.kept_bytes()
-        return step % recording.keep_versions_every < span and self._version_bytes <= room
+        return step % recording.keep_versions_every < span and self.publication.version_bytes <= room
 
     def _evaluates(self, step: int) -> bool:
         every, steps = self.config.evaluation.every, self.config.training.steps
@@ -347,41 +363,30 @@ class Pipeline:
             self.parts.journal.version(version)
         judged = any(line["step"] == progress.step for line in progress.evaluations)
         judge = self._evaluates(progress.step) and not judged
-        await self._stage(version, rollouts=True, judge=judge)
+        await self._publish_now(version, rollouts=True, judge=judge)
         if self._keeps(0):
             await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
-        await self._settled(self._publication)
+        await self._settled(self._publishing)
 
-    async def _stage(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
+    async def _publish_now(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
+        """This very version, and not a later one. The trainer may go on when this returns."""
         engines: list[Engine] = list(self.parts.engines.members) if rollouts else []
         candidate = self.parts.vault.candidate(version.number)
         if judge:
             assert self.parts.evaluator is not None
             engines.append(self.parts.evaluator)
             await self.parts.trainer.export(candidate)
-        manifest = await self.parts.trainer.stage(version)
-        self._version_bytes = manifest.nbytes
-        self._publication = self._beside(self._publish(manifest, engines))
+        self._publishing = self._beside(await self.publication.begin(version, engines))
         if judge:
-            self._evaluation = self._beside(self._evaluate(version, candidate, self._publication))
+            self._evaluation = self._beside(
+                asyncio.create_task(self._evaluate(version, candidate, self._publishing))
+            )
 
-    async def _publish(self, manifest: Manifest, engines: Sequence[Engine]) -> None:
-        parts, number = self.parts, manifest.version.number
-        await parts.journal.flush()
-        published = await parts.publisher.publish(manifest, engines)
-        if any(engine in parts.engines.members for engine in engines):
-            self._published = published
-            parts.buffer.engines_serve(parts.engines.version)
-        parts.telemetry.event(
-            "published",
-            version=number,
-            step=manifest.version.step,
-            seconds=published.seconds,
-            pause_s=published.pause_s,
-            bytes=manifest.nbytes,
-            engines=[engine.name for engine in engines],
-            checksum=_digest(manifest),
-        )
+    # ── revive: dead engines → others in their places ────────────────────────────────────────────────────
+
+    async def _revive_loop(self, next_death: Callable[[], Awaitable[Engine]]) -> None:
+        while True:
+            await self.publication.revive(await next_death())
 
     # ── evaluate: a pinned version → pass rates ──────────────────────────────────────────────────────────
 
@@ -393,7 +398,7 @@ class Pipeline:
             parts.eval_tasks,
             rollouts=parts.rollouts,
             scorers=parts.scorers,
-            engine=parts.evaluator,
+            engine=EnginePool([parts.evaluator], adapter=self.config.adapter),
             samples=settings.samples,
             concurrency=3 * self.config.engine.max_running // 2,
             sampling=Sampling(
@@ -447,8 +452,8 @@ class Pipeline:
         return {
             "time_s": asyncio.get_running_loop().time() - self._begun,
             "dropped": sum(self.parts.journal.dropped.values()),
-            "sync_s": self._published.seconds,
-            "swap_pause_s": self._published.pause_s,
+            "sync_s": self.publication.last.seconds,
+            "swap_pause_s": self.publication.last.pause_s,
             "buffer_groups": self.parts.buffer.ready,
         }
 
@@ -461,7 +466,7 @@ class Pipeline:
 
     async def _finish(self) -> None:
         """Settle what runs beside training, drop what was not trained, and leave a checkpoint."""
-        await self._settled(self._publication)
+        await self._settled(self._publishing)
         if self.stopped_early:
             if self._evaluation is not None:
                 self._evaluation.cancel()
@@ -502,9 +507,8 @@ class Pipeline:
         done, _ = await asyncio.wait([self._failed, *waits], return_when=asyncio.FIRST_COMPLETED)
         raise next(iter(done)).result()
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Do the work beside training; its failure ends the run as soon as it happens."""
-        task = asyncio.create_task(work)
+    def _beside(self, task: asyncio.Task[None]) -> asyncio.Task[None]:
+        """Let it go on beside training; its failure ends the run as soon as it happens."""
 
         def done(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None and not self._failed.done():
@@ -525,7 +529,7 @@ class Pipeline:
         except BaseExceptionGroup as group:
             raise _first_cause(group) from group
         finally:
-            ends = [t for t in (task, self._publication, self._evaluation) if t is not None and not t.done()]
+            ends = [t for t in (task, self._publishing, self._evaluation) if t is not None and not t.done()]
             for end in ends:
                 end.cancel()
             # One error has been raised already; what its aftermath raises is not news.
@@ -572,14 +576,6 @@ def _share(part: float, whole: float) -> float:
 def _spent(who: str, usage: Usage) -> dict[str, float]:
     """A component's seconds since it started, as it counts them itself."""
     return {f"{who}_busy_s": usage.busy_s, f"{who}_idle_s": usage.idle_s, f"{who}_overhead_s": usage.overhead_s}
-
-
-def _digest(manifest: Manifest) -> int:
-    """One number for all of a version's bytes."""
-    value = 0
-    for spec in manifest.tensors:
-        value = (value * 0x100000001B3 ^ spec.checksum) & 0xFFFF_FFFF_FFFF_FFFF
-    return value
 
 
 def _first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -31,6 +31,16 @@ class Usage(Record):
     def wall_s(self) -> float:
         return self.busy_s + self.idle_s + self.overhead_s
 
+    def plus(self, other: Usage) -> Usage:
+        return Usage(
+            busy_s=self.busy_s + other.busy_s,
+            idle_s=self.idle_s + other.idle_s,
+            overhead_s=self.overhead_s + other.overhead_s,
+            tokens=self.tokens + other.tokens,
+            running=self.running + other.running,
+            waiting=self.waiting + other.waiting,
+        )
+
     def since(self, earlier: Usage) -> Usage:
         """The part of this that came after `earlier`."""
         return Usage(

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -11,12 +15,16 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from headrace.engine.remote import EngineReady, RemoteEngine
+from headrace.engine import serve
+from headrace.engine.messages import EngineReady
+from headrace.engine.remote import RemoteEngine
+from headrace.ipc import Peer
 from headrace.models import CausalLM, ModelConfig, random_model, save_model
 from headrace.orchestration.processes import ready, spawn
 from headrace.records import WeightVersion
 from headrace.sync import open_channel, open_sender
-from headrace.sync.base import Manifest
+from headrace.sync.base import Destination, Manifest, Seal
+from headrace.sync.sender import Sender
 
 VOCAB = 32
 # Weights large enough that the distributions are far from uniform and every version's is another.
@@ -51,35 +59,81 @@ version_of = cache(fresh_model)
 class Published:
     """An engine process and the sender of its weights."""
 
-    def __init__(self, engine: RemoteEngine, sender: Any):
+    def __init__(self, engine: RemoteEngine, sender: Sender):
         self.engine = engine
         self._sender = sender
 
-    async def stage(self, version: WeightVersion) -> Manifest:
-        manifest: Manifest = self._sender.send(version, dict(version_of(version.number).named_parameters()))
-        return manifest
+    async def stage(self, version: WeightVersion) -> tuple[Manifest, Seal]:
+        to = [Destination(name=self.engine.name, version=self.engine.version)]
+        return self._sender.send(version, dict(version_of(version.number).named_parameters()), to=to)
 
 
 @asynccontextmanager
-async def native_process(folder: Path, **settings: Any) -> AsyncIterator[Published]:
+async def native_process(
+    folder: Path,
+    *,
+    transport: str = "shared_memory",
+    entry: str = "headrace.engine.serve:start",
+    **settings: Any,
+) -> AsyncIterator[Published]:
+    """`settings` are the engine's; `entry` is where its process begins. Over "in_process" it is a thread."""
     model = folder / "model"
     save_model(fresh_model(0).state_dict(), MODEL, model)
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     words.save(str(model / "tokenizer.json"))
-    channel = open_channel("shared_memory", "float32")
+    channel = open_channel(transport, folder=str(folder / "weights"))
+    fds = [channel["descriptor"]] if "descriptor" in channel else []
     options = {
         "model": str(model),
         "engine": {"type": "native", "device": "cpu", **settings},
         "threads": 1,
         "channel": channel,
+        "deadline_s": 30.0,
     }
-    peer = await spawn(
-        "engine-0", "headrace.engine.remote:start", options, logs=folder / "logs", fds=[channel["descriptor"]]
-    )
+    sender = open_sender(channel, dtype="float32")
+    if transport == "in_process":
+        peer = await threaded("engine-0", serve.start, options)
+    else:
+        peer = await spawn("engine-0", entry, options, logs=folder / "logs", fds=fds)
     engine = RemoteEngine(peer, deadline_s=30.0, close_s=10.0)
     try:
         await ready(peer, EngineReady, 60.0)
-        yield Published(engine, open_sender(channel))
+        yield Published(engine, sender)
     finally:
         await engine.close()
+        sender.close()
+        for descriptor in fds:
+            os.close(descriptor)
+
+
+async def threaded(
+    name: str, start: Callable[[socket.socket, dict[str, Any]], None], options: dict[str, Any]
+) -> Peer:
+    """As `spawn`, in this process."""
+    ours, theirs = socket.socketpair()
+    thread = threading.Thread(target=start, args=(theirs, {**options, "name": name}), daemon=True)
+    thread.start()
+    # An engine's process ends at once when its connection closes. This one has tests to run: it stays open.
+    os.dup(ours.fileno())
+    ours.setblocking(False)
+    peer = Peer(name, _Threaded(thread))
+    await peer.connect(ours)
+    return peer
+
+
+class _Threaded:
+    """A thread that stands for a child process."""
+
+    def __init__(self, thread: threading.Thread):
+        self.pid = os.getpid()
+        self._thread = thread
+
+    def poll(self) -> int | None:
+        return None if self._thread.is_alive() else 0
+
+    def kill(self) -> None: ...
+
+    async def wait(self, seconds: float) -> int | None:
+        await asyncio.to_thread(self._thread.join, seconds)
+        return self.poll()

@@ -16,7 +16,7 @@ from headrace.simulator.loop import run_virtual
 from headrace.simulator.world import SimTrainer
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Publisher
-from headrace.testing.fakes import fake_pair
+from headrace.testing.fakes import fake_pair, staged
 from headrace.testing.serving import request
 
 
@@ -27,8 +27,9 @@ def members(count: int = 2) -> tuple[list[SimEngine], SimTrainer, EnginePool]:
 
 
 async def publish(engines: list[SimEngine], trainer: SimTrainer, number: int, interrupt: Interrupt) -> None:
-    manifest = await trainer.stage(WeightVersion(number=number, parent=number - 1, step=number))
-    await Publisher(SyncConfig(interrupt=interrupt)).publish(manifest, engines)
+    offer = await staged(trainer, WeightVersion(number=number, parent=number - 1, step=number))
+    published = await Publisher(SyncConfig(interrupt=interrupt)).publish(*offer, engines)
+    assert not published.failed
 
 
 def test_a_turn_that_swaps_interrupt_comes_back_whole_with_a_lineage_that_says_so():
@@ -99,8 +100,8 @@ def test_a_cut_at_the_moment_of_the_swap_is_not_resumed():
     async def main() -> None:
         engines, trainer, pool = members(1)
         await publish(engines, trainer, 1, "keep")
-        manifest = await trainer.stage(WeightVersion(number=2, parent=1, step=2))
-        for stage in (engines[0].announce(manifest), engines[0].transfer(2), engines[0].verify(2)):
+        manifest, seal = await staged(trainer, WeightVersion(number=2, parent=1, step=2))
+        for stage in (engines[0].announce(manifest), engines[0].transfer(2), engines[0].verify(seal)):
             await stage
         asked = request([1, 2], 1000)
         task = asyncio.create_task(pool.sample(asked))

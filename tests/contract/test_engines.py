@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 from native_process import VOCAB, native_process
@@ -13,7 +14,7 @@ from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import VirtualLoop
 from headrace.simulator.world import SimTrainer
 from headrace.testing.engine import EngineContract
-from headrace.testing.fakes import fake_pair
+from headrace.testing.fakes import fake_pair, staged
 from headrace.testing.serving import Serving, request
 
 
@@ -25,7 +26,9 @@ class TestFakeEngine(EngineContract):
 
         with asyncio.Runner(loop_factory=VirtualLoop) as runner:
             engine, trainer = runner.run(make())
-            yield Serving(engine=engine, run=runner.run, stage=trainer.stage, vocab_size=1, long_tokens=1000)
+            yield Serving(
+                engine=engine, run=runner.run, stage=partial(staged, trainer), vocab_size=1, long_tokens=1000
+            )
 
 
 @pytest.fixture(scope="module")

@@ -64,8 +64,9 @@ async def load_and_publish(process: Published, versions: int, interrupt: Interru
     async def publish(number: int) -> None:
         nonlocal staged
         staged = number
-        manifest = await process.stage(WeightVersion(number=number, parent=number - 1, step=number))
-        await publisher.publish(manifest, [process.engine])
+        manifest, seal = await process.stage(WeightVersion(number=number, parent=number - 1, step=number))
+        published = await publisher.publish(manifest, seal, [process.engine])
+        assert not published.failed
 
     pool = EnginePool([process.engine])
     publisher = Publisher(SyncConfig(interrupt=interrupt, deadline_s=30.0))

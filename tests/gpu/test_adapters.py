@@ -38,7 +38,9 @@ class Served:
     def __init__(self, dtype: str, shape: ModelConfig = SMALL, **settings):
         self.kind, self.shape = getattr(torch, dtype), shape
         self.models = {}
-        defaults = {"max_context": 96, "max_running": 64, "max_adapters": 2, "max_adapter_rank": 8}
+        # Pages have 64 tokens there, so a sequence takes two.
+        defaults = {"max_context": 96, "max_running": 64, "cache_tokens": 64 * 128 + 1024}
+        defaults |= {"max_adapters": 2, "max_adapter_rank": 8}
         config = NativeEngineConfig(device="cuda", dtype=dtype, **{**defaults, **settings})
         base = random_model(shape, seed=1000, dtype=self.kind, device="cuda")
         self.engine = NativeEngine(base, config, version=0)

@@ -19,7 +19,7 @@ from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import random_model
 from headrace.records import WeightVersion
-from headrace.sync import check_manifest, open_channel, open_receiver, open_sender, verify
+from headrace.sync import open_channel, open_receiver, open_sender
 
 pytestmark = pytest.mark.gpu
 
@@ -57,15 +57,16 @@ def test_log_probs_sampled_on_the_gpu_replay_there_through_swaps(dtype, mean, mo
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weights_reach_a_gpu_engines_standby_bit_for_bit(dtype):
-    channel = open_channel("shared_memory", dtype)
+    channel = open_channel("shared_memory")
     sent = random_model(SMALL, 1, device="cuda")
     standby = dict(random_model(SMALL, 2, dtype=getattr(torch, dtype), device="cuda").named_parameters())
     standby = {name: parameter.detach() for name, parameter in standby.items()}
     tensors = {name: parameter.detach() for name, parameter in sent.named_parameters()}
-    manifest = open_sender(channel).send(WeightVersion(number=1, parent=0, step=1), tensors)
-    check_manifest(manifest, standby)
-    open_receiver(channel).receive(manifest, standby)
-    verify(manifest, standby)
+    manifest, seal = open_sender(channel, dtype=dtype).send(WeightVersion(number=1, parent=0, step=1), tensors)
+    receiver = open_receiver(channel)
+    receiver.check(manifest, standby)
+    receiver.receive(manifest, standby)
+    receiver.verify(manifest, seal, standby)
     for name, tensor in tensors.items():
         assert torch.equal(standby[name], tensor.to(standby[name].dtype)), name
 

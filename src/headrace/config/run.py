@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
+import msgspec
 from msgspec import Meta
 
 from headrace.buffer.config import BufferConfig
@@ -14,6 +15,7 @@ from headrace.rollout.config import EnvironmentConfig, SamplingConfig, TaskConfi
 from headrace.scoring.config import ScorerConfig
 from headrace.sync.config import SyncConfig
 from headrace.telemetry.config import RecordingConfig
+from headrace.training.adapter import NAME as ADAPTER
 from headrace.training.config import TrainingConfig
 
 
@@ -49,6 +51,10 @@ class LimitsConfig(Config):
     """Longest one training step may take."""
     commit_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest the disk may take to make the ledger durable."""
+    restarts: Annotated[int, Meta(ge=0)] = 3
+    """How often a run whose trainer died goes on by itself, from its last checkpoint."""
+    engine_restarts: Annotated[int, Meta(ge=0)] = 3
+    """How often an engine's process is replaced when it died or is stuck. Then the run ends with the reason."""
     close_s: Annotated[float, Meta(gt=0)] = 10.0
     """Longest a process may take to end by itself before it is killed."""
 
@@ -81,6 +87,24 @@ class RunConfig(Config):
         """Most groups in generation at once: what fills the engines, and half as much again in their queues."""
         running = self.engine.max_running * self.engine.count
         return max(1, -(-3 * running // (2 * self.training.group_size)))
+
+    @property
+    def payload(self) -> Literal["full", "delta", "adapter"]:
+        """What is published."""
+        return self.sync.payload or ("full" if self.training.lora is None else "adapter")
+
+    @property
+    def adapter(self) -> str | None:
+        """The name of the adapter that requests are sampled with, where the policy is one."""
+        return None if self.training.lora is None else ADAPTER
+
+    @property
+    def served_engine(self) -> EngineConfig:
+        """The engine as it is started: with room for the adapter that is trained."""
+        lora, engine = self.training.lora, self.engine
+        if lora is None or engine.max_adapters > 0:
+            return engine
+        return msgspec.structs.replace(engine, max_adapters=1, max_adapter_rank=lora.rank)
 
     def check(self) -> None:
         if self.name is not None and (self.name.strip(" .") == "" or any(char in self.name for char in "/\\\0")):
@@ -117,9 +141,39 @@ class RunConfig(Config):
                 0,
                 "set environment.sampling.temperature",
             )
+        self._check_payload()
+        self._check_transport()
+
+    def _check_transport(self) -> None:
         if self.sync.transport == "in_process":
             raise ConfigError(
                 'sync.transport = "in_process" needs engine and trainer in one process, and a run has one each',
                 "in_process",
                 'use "shared_memory"',
             )
+        for key, device in (("engine.device", self.engine.device), ("training.device", self.training.device)):
+            if self.sync.transport == "cuda_ipc" and device == "cpu":
+                raise ConfigError(
+                    f'sync.transport = "cuda_ipc" passes weights on within a GPU, and {key} is one',
+                    device,
+                    f'set {key} = "cuda", or sync.transport = "shared_memory"',
+                )
+
+    def _check_payload(self) -> None:
+        lora = self.training.lora
+        if (self.payload == "adapter") != (lora is not None):
+            rule = (
+                'sync.payload = "adapter" publishes the adapter of training.lora, and there is none'
+                if lora is None
+                else 'with training.lora only the adapter changes, which sync.payload = "adapter" publishes'
+            )
+            raise ConfigError(rule, self.payload, "set training.lora, or leave sync.payload out")
+        if lora is None:
+            return
+        if lora.rank > self.served_engine.max_adapter_rank:
+            raise ConfigError(
+                "engine.max_adapter_rank is at least training.lora.rank",
+                f"{self.served_engine.max_adapter_rank} < {lora.rank}",
+                "raise engine.max_adapter_rank, or leave engine.max_adapters out",
+            )
+        self.served_engine.check()

@@ -7,7 +7,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from headrace.records import Record, Sampling, Turn, message
-from headrace.sync.base import Manifest
+from headrace.sync.base import Manifest, Seal
 from headrace.usage import Usage
 
 Interrupt = Literal["keep", "recompute", "resume", "retry", "drain"]
@@ -73,19 +73,8 @@ class SwapReport(Record):
     """Sequences that went on under the new version."""
 
 
-class Engine(Protocol):
-    """Serves one version of the weights at a time; generation goes on while the next one arrives.
-
-    All methods are safe to call concurrently from one event loop. Every method raises ComponentDied once the
-    engine has died, also for calls that were waiting.
-    """
-
-    name: str
-
-    @property
-    def version(self) -> int:
-        """The version whose swap was acknowledged last: no later request sees an older one."""
-        ...
+class Sampler(Protocol):
+    """What serves requests: an engine, or several as one."""
 
     async def sample(self, request: SampleRequest) -> Turn:
         """The whole turn, once it has ended. A request that cannot be served raises EpisodeFailure.
@@ -106,16 +95,37 @@ class Engine(Protocol):
         """Let go of a request that was held. Forks of it that were asked for before go on."""
         ...
 
+
+class Engine(Sampler, Protocol):
+    """Serves one version of the weights at a time; generation goes on while the next one arrives.
+
+    All methods are safe to call concurrently from one event loop. Every method raises ComponentDied once the
+    engine has died, also for calls that were waiting.
+    """
+
+    name: str
+
+    @property
+    def version(self) -> int:
+        """The version whose swap was acknowledged last: no later request sees an older one. -1: there was none."""
+        ...
+
+    @property
+    def load(self) -> int:
+        """Requests that are not answered."""
+        ...
+
     async def announce(self, manifest: Manifest) -> None:
-        """Stage 1. Check that the manifest fits this engine's parameters, all of them. Changes nothing."""
+        """Stage 1. Check that the manifest fits this engine's parameters, all of them, and that its streams lead
+        there from the version served. Changes nothing."""
         ...
 
     async def transfer(self, number: int) -> None:
         """Stage 2. Bring the announced bytes into the standby buffers, beside generation."""
         ...
 
-    async def verify(self, number: int) -> None:
-        """Stage 3. Compare the standby buffers with the manifest's checksums."""
+    async def verify(self, seal: Seal) -> None:
+        """Stage 3. Compare the standby buffers with the checksums of the version's seal."""
         ...
 
     async def swap(self, number: int, interrupt: Interrupt) -> SwapReport:
@@ -125,6 +135,12 @@ class Engine(Protocol):
         waits until such requests have ended, and those that have not begun wait for the swap. One swap waits at a
         time. Cancelling the awaiting task, or its deadline, takes a swap that waits back.
         """
+        ...
+
+    async def fingerprint(self, adapter: str | None = None) -> Seal:
+        """The number of the version that was swapped in last, of the model or of this adapter, and the checksums of
+        the parameters that passes read now, in its manifest's order: what they are, not what was sent. Reads all of
+        them, beside generation. A swap that is called for meanwhile is refused."""
         ...
 
     async def pause(self) -> None:

@@ -1,4 +1,5 @@
-"""XXH3-64 of pieces of tensors, all of them in one launch. The reference is `sync.digest`, by the xxhash library.
+"""XXH3-64 of pieces of tensors, all of them in one launch, and if asked for copies of them on the way.
+The reference is `sync.digest`, by the xxhash library.
 
 A piece is up to 256 KiB; the last one of a tensor counts as filled up with zeros to a multiple of 1,024 bytes. So
 only XXH3's way for long inputs is here: blocks of 1,024 bytes, each of 16 stripes, each of 8 lanes of 64 bits.
@@ -64,18 +65,51 @@ _AVALANCHE = tl.constexpr(0x165667919E3779F9)
 
 def piece_digests(tensors: Sequence[Tensor]) -> Tensor:
     """The digests (uint64) of all pieces of tensors that lie on one device, tensor after tensor."""
-    device = tensors[0].device
-    readable = [_readable(tensor) for tensor in tensors]
-    pieces = plan([tensor.data_ptr() for tensor in readable], [tensor.nbytes for tensor in readable])
-    found = torch.empty(len(pieces), dtype=torch.uint64, device=device)
-    if len(pieces):
-        # Filled by NumPy: a copy by torch may start OpenMP threads, and this may run in a thread of its own.
-        table = torch.empty(KEYS.size + pieces.size, dtype=torch.uint64, pin_memory=device.type == "cuda")
-        np.concatenate([KEYS, pieces.reshape(-1)], out=table.numpy())
-        table = table.to(device, non_blocking=True)
-        with torch.cuda.device_of(found):
-            _digest[(len(pieces),)](table, found, BLOCKS=BLOCKS_AT_ONCE, STAGES=STAGES, num_warps=1)
-    return found
+    return Pieces(tensors).digests()
+
+
+class Pieces:
+    """The pieces of tensors on one device. Buffers that are digested again and again need one table of them.
+
+    With `targets`, tensors of as many bytes that do not overlap them, `digests` also copies each tensor there:
+    what it tells is then of the very bytes that it wrote.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], targets: Sequence[Tensor] = ()):
+        self._tensors = [tensor.detach() for tensor in tensors]
+        self._targets = [target.detach() for target in targets]
+        self._device = self._tensors[0].device
+        if any(_readable(target) is not target for target in self._targets):
+            raise ValueError(f"what is copied to is contiguous and lies at multiples of {ALIGN} bytes")
+        in_place = all(_readable(tensor) is tensor for tensor in self._tensors)
+        self._table = self._table_of(self._tensors) if in_place else None
+
+    def digests(self) -> Tensor:
+        """Of what the tensors hold now."""
+        readable, table = self._tensors, self._table
+        if table is None:
+            readable = [_readable(tensor) for tensor in self._tensors]
+            table = self._table_of(readable)
+        pieces = (len(table) - KEYS.size) // 3
+        found = torch.empty(pieces, dtype=torch.uint64, device=self._device)
+        if pieces:
+            with torch.cuda.device_of(found):
+                _digest[(pieces,)](
+                    table, found, COPY=bool(self._targets), BLOCKS=BLOCKS_AT_ONCE, STAGES=STAGES, num_warps=1
+                )
+        return found
+
+    def _table_of(self, tensors: Sequence[Tensor]) -> Tensor:
+        sizes, there = [tensor.nbytes for tensor in tensors], self._targets or tensors
+        sources, targets = (plan([tensor.data_ptr() for tensor in ends], sizes) for ends in (tensors, there))
+        return _table(np.concatenate([sources, targets[:, :1]], axis=1), self._device)
+
+
+def _table(pieces: np.ndarray, device: torch.device) -> Tensor:
+    # Filled by NumPy: a copy by torch may start OpenMP threads, and this may run in a thread of its own.
+    table = torch.empty(KEYS.size + pieces.size, dtype=torch.uint64, pin_memory=device.type == "cuda")
+    np.concatenate([KEYS, pieces.reshape(-1)], out=table.numpy())
+    return table.to(device, non_blocking=True)
 
 
 def plan(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
@@ -89,17 +123,19 @@ def plan(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
 
 
 def _readable(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().contiguous()
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
     return tensor if tensor.data_ptr() % ALIGN == 0 else tensor.clone()
 
 
 @triton.jit
-def _digest(table, found, BLOCKS: tl.constexpr, STAGES: tl.constexpr):
+def _digest(table, found, COPY: tl.constexpr, BLOCKS: tl.constexpr, STAGES: tl.constexpr):
     piece = tl.program_id(0)
-    address = tl.load(table + _HEAD + 2 * piece)
-    length = tl.load(table + _HEAD + 2 * piece + 1).to(tl.int32)
+    address = tl.load(table + _HEAD + 3 * piece)
+    length = tl.load(table + _HEAD + 3 * piece + 1).to(tl.int32)
     # The hint makes it one load of 16 bytes; `_readable` sees to it.
     words = tl.multiple_of(address.to(tl.pointer_type(tl.uint64)), 16)
+    target = tl.multiple_of(tl.load(table + _HEAD + 3 * piece + 2).to(tl.pointer_type(tl.uint64)), 16)
     index = tl.arange(0, BLOCKS)[:, None, None]
     stripe = tl.arange(0, 16)[None, :, None]
     lane = tl.arange(0, 8)[None, None, :]
@@ -112,14 +148,20 @@ def _digest(table, found, BLOCKS: tl.constexpr, STAGES: tl.constexpr):
     last = (length - 1) // 1024
     for first in tl.range(0, last, BLOCKS, num_stages=STAGES):
         block = first + index
-        added = _added(tl.load(words + (block * 128 + place), block < last, 0), key)
+        word = tl.load(words + (block * 128 + place), block < last, 0)
+        if COPY:
+            tl.store(target + (block * 128 + place), word, block < last)
+        added = _added(word, key)
         for ahead in tl.static_range(BLOCKS):
             # The rows of `added` lie in registers of one thread: taking one out costs nothing.
             ended = lanes + tl.sum(tl.where(index == ahead, added, 0), axis=0)
             ended = (ended ^ (ended >> 47) ^ end_key) * _FACTOR
             lanes = tl.where(first + ahead < last, ended, lanes)
     key = tl.where(stripe == 15, tl.load(table + _LAST_STRIPE + lane), key)
-    lanes += tl.sum(_added(_ragged(words, last * 128 + place, length), key), axis=0)
+    word = _ragged(words, last * 128 + place, length)
+    if COPY:
+        _store_ragged(target, last * 128 + place, length, word)
+    lanes += tl.sum(_added(word, key), axis=0)
     even, odd = tl.split(lanes ^ tl.load(table + _MERGE + paired))
     merged = (last + 1).to(tl.uint64) * 1024 * _LENGTH_FACTOR + tl.sum((even * odd) ^ tl.umulhi(even, odd))
     merged = (merged ^ (merged >> 37)) * _AVALANCHE
@@ -146,3 +188,14 @@ def _ragged(words, place, length):
         part = tl.load(octets + at, (at < length) & (8 * place + 8 > length), 0)
         word |= part.to(tl.uint64) << (8 * octet)
     return word
+
+
+@triton.jit
+def _store_ragged(words, place, length, word):
+    """The words that lie before the byte `length`, the last one as far as it does."""
+    tl.store(words + place, word, 8 * place + 8 <= length)
+    octets = words.to(tl.pointer_type(tl.uint8))
+    for octet in tl.static_range(7):
+        at = 8 * place + octet
+        part = ((word >> (8 * octet)) & 0xFF).to(tl.uint8)
+        tl.store(octets + at, part, (at < length) & (8 * place + 8 > length))

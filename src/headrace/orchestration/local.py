@@ -14,10 +14,12 @@ import asyncio
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -29,9 +31,12 @@ import msgspec
 from headrace.buffer.memory import MemoryBuffer
 from headrace.config.load import check_config
 from headrace.config.run import RunConfig
+from headrace.engine.base import Engine
+from headrace.engine.messages import EngineReady
 from headrace.engine.pool import EnginePool
-from headrace.engine.remote import EngineReady, RemoteEngine
-from headrace.errors import ConfigError
+from headrace.engine.remote import RemoteEngine
+from headrace.errors import ComponentDied, ConfigError
+from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare
 from headrace.orchestration.processes import CHILD, ready, spawn
@@ -108,16 +113,40 @@ class _Run:
         self._progress = progress
         self._logs = place.path / "logs"
         self._model = str(Path(config.model.path).absolute())
-        self._channel = open_channel(config.sync.transport, config.engine.dtype)
+        self._restarts: Counter[str] = Counter()
+        self._pipeline: Pipeline | None = None
+        """Of the present attempt, once all its parts have started."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._threads = cores if config.synchronous else max(1, cores // 2)
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
+        while True:
+            try:
+                pipeline = await self._attempt()
+                break
+            except ComponentDied as error:
+                # A dead engine is replaced within the run. What the trainer had in memory is gone with it.
+                self._restarts["run"] += 1
+                if self._pipeline is None or self._restarts["run"] > self._config.limits.restarts:
+                    raise
+                self._say(f"{error}. The run goes on from its last checkpoint")
+                self._resume = True
+        summary = self._summarise(pipeline, time.monotonic() - begun)
+        problem = await asyncio.to_thread(write_report_apart, self._place.path)
+        if problem:
+            print(f"headrace: report.png could not be drawn: {problem}", file=sys.stderr)
+        return summary
+
+    async def _attempt(self) -> Pipeline:
+        """From the configuration or the last checkpoint to the end, with processes of its own."""
+        self._pipeline = None
+        self._dead_engines: asyncio.Queue[Engine] = asyncio.Queue()
+        self._channel = self._open_channel()
         async with AsyncExitStack() as closing:
             if "descriptor" in self._channel:
                 closing.callback(os.close, self._channel["descriptor"])
-            pipeline = await self._assemble(closing)
+            self._pipeline = pipeline = await self._assemble(closing)
             self._stop_on_signals(pipeline)
             try:
                 await pipeline.run()
@@ -125,11 +154,21 @@ class _Run:
                 # Whatever ended the run, what happened until then is on record.
                 await pipeline.parts.journal.flush()
                 raise
-        summary = self._summarise(pipeline, time.monotonic() - begun)
-        problem = await asyncio.to_thread(write_report_apart, self._place.path)
-        if problem:
-            print(f"headrace: report.png could not be drawn: {problem}", file=sys.stderr)
-        return summary
+        return pipeline
+
+    def _open_channel(self) -> dict[str, Any]:
+        sync = self._config.sync
+        if sync.transport == "files":
+            if sync.folder is None:
+                # Of an attempt before: nobody reads them any more.
+                shutil.rmtree(self._place.weights, ignore_errors=True)
+            return open_channel("files", folder=sync.folder or str(self._place.weights))
+        if sync.transport == "http":
+            return open_channel("http", host=sync.address)
+        if sync.transport == "collective":
+            # On one machine trainer and engines share a GPU, which NCCL does not allow.
+            return open_channel("collective", host=sync.address, backend="gloo", timeout_s=sync.deadline_s)
+        return open_channel(sync.transport)
 
     # ── Putting the parts together ───────────────────────────────────────────────────────────────────────
 
@@ -155,7 +194,7 @@ class _Run:
         telemetry = self._telemetry(start)
         closing.push_async_callback(telemetry.close)
         parts = Parts(
-            engines=EnginePool(engines[: len(names)]),
+            engines=EnginePool(engines[: len(names)], adapter=config.adapter, revive_s=self._revive_s),
             rollouts=rollouts,
             scorers=WorkerScorers(scorers),
             buffer=MemoryBuffer(
@@ -174,12 +213,9 @@ class _Run:
             tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
             evaluator=engines[-1] if evaluates else None,
             eval_tasks=eval_tasks,
-            deaths=[
-                trainer.peer.died,
-                *(engine.peer.died for engine in engines),
-                environments.failed,
-                scorers.failed,
-            ],
+            deaths=[trainer.peer.died, environments.failed, scorers.failed],
+            replace=self._replace_engine,
+            engine_deaths=self._dead_engines.get,
         )
         return Pipeline(config, parts, start.progress)
 
@@ -211,28 +247,67 @@ class _Run:
             "max_staleness": config.buffer.staleness_bound,
             "threads": config.training.threads or self._threads,
             "channel": self._channel,
+            "sender": {
+                "payload": config.payload,
+                "dtype": config.engine.dtype,
+                "anchor_every": config.sync.anchor_every,
+            },
         }
         peer = await self._spawn(
             "trainer", "headrace.training.remote:start", options, options["threads"], self._fds
         )
-        trainer = RemoteTrainer(peer, step_s=config.limits.step_s, close_s=config.limits.close_s)
+        limits = config.limits
+        trainer = RemoteTrainer(peer, step_s=limits.step_s, stage_s=config.sync.deadline_s, close_s=limits.close_s)
         closing.push_async_callback(trainer.close)
         await ready(peer, TrainerReady, config.limits.start_s, self._say)
         return trainer
 
     async def _engine(self, name: str, closing: AsyncExitStack) -> RemoteEngine:
         config = self._config
+        engine = RemoteEngine(
+            await self._engine_process(name),
+            deadline_s=config.sync.deadline_s,
+            close_s=config.limits.close_s,
+            on_death=self._dead_engines.put_nowait,
+        )
+        closing.push_async_callback(engine.close)
+        await ready(engine.peer, EngineReady, config.limits.start_s, self._say)
+        return engine
+
+    async def _engine_process(self, name: str) -> Peer:
+        config = self._config
         options = {
+            "name": name,
             "model": self._model,
-            "engine": msgspec.to_builtins(config.engine),
+            "engine": msgspec.to_builtins(config.served_engine),
             "threads": config.engine.threads or max(1, self._threads // config.engine.count),
             "channel": self._channel,
+            "deadline_s": config.sync.deadline_s,
         }
-        peer = await self._spawn(name, "headrace.engine.remote:start", options, options["threads"], self._fds)
-        engine = RemoteEngine(peer, deadline_s=config.sync.deadline_s, close_s=config.limits.close_s)
-        closing.push_async_callback(engine.close)
-        await ready(peer, EngineReady, config.limits.start_s, self._say)
-        return engine
+        return await self._spawn(name, "headrace.engine.serve:start", options, options["threads"], self._fds)
+
+    async def _replace_engine(self, engine: Engine) -> None:
+        """A new process for an engine that is dead or stuck."""
+        assert isinstance(engine, RemoteEngine)
+        self._restarts[engine.name] += 1
+        if self._restarts[engine.name] > self._config.limits.engine_restarts:
+            died = engine.peer.died
+            raise (
+                died.result()
+                if died.done() and not died.cancelled()
+                else ComponentDied(
+                    engine.name, f"it was replaced {self._config.limits.engine_restarts} times and failed again"
+                )
+            )
+        await engine.peer.kill()
+        self._say(f"{engine.name} is started again")
+        engine.adopt(await self._engine_process(engine.name))
+        await ready(engine.peer, EngineReady, self._config.limits.start_s, self._say)
+
+    @property
+    def _revive_s(self) -> float:
+        """Longest that requests wait for an engine to be replaced and given weights."""
+        return self._config.limits.start_s + 4 * self._config.sync.deadline_s
 
     def _say(self, words: str) -> None:
         if self._progress:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from headrace.engine.base import Engine
+from headrace.engine.base import Sampler
 from headrace.records import Episode, Sampling, Task
 
 
@@ -64,7 +64,7 @@ class EpisodeRequest:
     id: str
     task: Task
     seed: int
-    engine: Engine
+    engine: Sampler
     sampling: Sampling | None = None
     """Instead of the environment's own."""
     on_tokens: Callable[[int], None] = field(default=lambda count: None)

@@ -12,13 +12,13 @@ from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapRep
 from headrace.errors import ComponentDied, EpisodeFailure, HeadraceError, SyncError
 from headrace.records import KvEvent, Support, Turn
 from headrace.simulator.world import World
-from headrace.sync import check_manifest
-from headrace.sync.base import Manifest
+from headrace.sync.base import Manifest, Seal
+from headrace.sync.plan import Kind, plan
 from headrace.usage import Usage
 
 TOKEN = 0
 """What simulated engines sample."""
-TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("float32", (1,))}
+TENSORS = {"w": Kind("float32", (1,))}
 """A simulated model's parameters; their one number stands for the bytes."""
 
 Stop = Literal["stop", "length", "cancelled"]
@@ -65,6 +65,8 @@ class SimEngine:
         self._served = -1
         self._announced: Manifest | None = None
         self._standby: int | None = None
+        self._weights: int | None = None
+        """What is served; None: no version was swapped in."""
         self._verified = False
         self._paused = False
         self._asleep = False
@@ -230,18 +232,18 @@ class SimEngine:
 
     async def announce(self, manifest: Manifest) -> None:
         await self._stage("announce")
-        check_manifest(manifest, TENSORS, who=self.name)
+        plan({spec.name: Kind(spec.dtype, tuple(spec.shape)) for spec in manifest.tensors}, TENSORS, self.name)
         self._announced, self._standby, self._verified = manifest, None, False
 
     async def transfer(self, number: int) -> None:
         manifest = self._expected("transfer", number)
         await self._stage("transfer")
-        self._standby, self._verified = manifest.location["w"], False
+        self._standby, self._verified = manifest.streams[-1].location["w"], False
 
-    async def verify(self, number: int) -> None:
-        manifest = self._expected("verify", number)
+    async def verify(self, seal: Seal) -> None:
+        self._expected("verify", seal.number)
         await self._stage("verify")
-        if self._standby != manifest.tensors[0].checksum:
+        if self._standby != seal.checksums[0]:
             raise SyncError("verify", self.name, "checksums differ for w")
         self._verified = True
 
@@ -255,10 +257,16 @@ class SimEngine:
         running = self._running()
         for one in running:
             self._carry_over(one, one.interrupt or interrupt)
-        self._served = number
+        self._served, self._weights = number, self._standby
         await self._stage("swap")
         self.version = number
         return SwapReport(version=number, pause_s=0.0, running=sum(not one.ended for one in running))
+
+    async def fingerprint(self, adapter: str | None = None) -> Seal:
+        if self._weights is None or not self._has_weights or adapter is not None:
+            rule = f"a fingerprint is of a version that was swapped in ({self.name}, {adapter or 'the model'})"
+            raise HeadraceError(rule, "none", "publish one first")
+        return Seal(number=self._served, checksums=(self._weights,))
 
     async def _drain(self, interrupt: Interrupt) -> None:
         self._draining = True

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 
 from headrace.engine.base import SampleRequest
-from headrace.errors import EpisodeFailure
+from headrace.errors import EpisodeFailure, Superseded
 from headrace.ledger import Change, Ledger
 from headrace.records import Batch, Episode, WeightVersion
 from headrace.rollout.base import EpisodeRequest
-from headrace.sync.base import Manifest, TensorSpec
+from headrace.sync.base import Destination, Manifest, Seal, Stream, TensorSpec
 from headrace.training.base import StepReport
 from headrace.usage import Usage
 
@@ -68,26 +68,49 @@ class SimTrainer:
         """Stands for the parameters: another number after every step."""
         self._world = world
         self._turn = asyncio.Lock()
+        self._at_rest = asyncio.Lock()
+        self._version: int | None = None
+        """None: whatever is staged."""
+        self._staged: tuple[WeightVersion, int] | None = None
 
     async def train(self, batch: Batch) -> StepReport:
         async with self._turn:
             await self._world.spend(self._world.costs.step_s)
             lag = max(batch.version - (e.version_min or 0) for e in batch.episodes)
-            self.weights = self._world.dice.getrandbits(32)
+            async with self._at_rest:
+                self.weights = self._world.dice.getrandbits(32)
+                self._version = batch.version + 1
             return StepReport(step=batch.step, version=batch.version + 1, metrics={"staleness_max": float(lag)})
 
-    async def stage(self, version: WeightVersion) -> Manifest:
-        async with self._turn:
+    async def stage(self, version: WeightVersion, to: Sequence[Destination]) -> Manifest:
+        async with self._at_rest:
+            if self._version is not None and version.number != self._version:
+                raise Superseded("announce", "trainer", f"version {version.number} has become {self._version}")
+            self._staged = (version, self.weights)
             await self._world.spend(self._world.costs.stage_s)
-            spec = TensorSpec(name="w", dtype="float32", shape=(1,), offset=0, nbytes=4, checksum=self.weights)
-            return Manifest(
-                version=version,
-                payload="full",
-                transport="simulated",
-                tensors=(spec,),
-                nbytes=4,
-                location={"w": self.weights},
-            )
+            return self._offer()
+
+    async def seal(self, number: int) -> Seal:
+        await self._world.spend(self._world.costs.stage_s)
+        return self._sealed(number)
+
+    async def restage(self, number: int, to: Sequence[Destination]) -> tuple[Manifest, Seal]:
+        await self._world.spend(self._world.costs.stage_s)
+        return self._offer(), self._sealed(number)
+
+    def _offer(self) -> Manifest:
+        assert self._staged is not None
+        version, weights = self._staged
+        spec = TensorSpec(name="w", dtype="float32", shape=(1,), offset=0, nbytes=4)
+        stream = Stream(number=version.number, nbytes=4, location={"w": weights})
+        return Manifest(
+            version=version, payload="full", transport="simulated", tensors=(spec,), nbytes=4, streams=(stream,)
+        )
+
+    def _sealed(self, number: int) -> Seal:
+        assert self._staged is not None
+        assert self._staged[0].number == number
+        return Seal(number=number, checksums=(self._staged[1],))
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
         async with self._turn:
@@ -102,7 +125,8 @@ class SimTrainer:
         state, self.weights = self._world.checkpoints[-1]
         return state
 
-    async def rename(self, version: int) -> None: ...
+    async def rename(self, version: int) -> None:
+        self._version = version
 
     async def usage(self) -> Usage:
         return Usage(busy_s=asyncio.get_running_loop().time())

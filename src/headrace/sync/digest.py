@@ -11,7 +11,7 @@ Pieces make many independent inputs of one tensor, which is what a GPU needs (`k
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PIECE = 256 * 1024
 BLOCK = 1024
+ALIGN = 16
+"""Of addresses, for the kernel."""
 # From this size on, threads pay: the library releases the interpreter's lock for a piece.
 _PARALLEL_BYTES = 1 << 26
 _THREADS = 8
@@ -37,25 +39,65 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     Reads what the current streams have written by then, and waits for them. On the CPU it runs no torch operation:
     in a thread of its own, as where weights are verified, that would start a second pool of OpenMP threads.
     """
-    places_on: dict[torch.device, list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        places_on.setdefault(tensor.device, []).append(place)
-    pieces: dict[int, np.ndarray] = {}
-    launched: list[tuple[list[int], torch.Tensor]] = []
-    for device in sorted(places_on, key=lambda device: device.type == "cpu"):
-        places = places_on[device]
-        here = [tensors[place] for place in places]
-        if device.type == "cpu":
-            pieces |= zip(places, _on_the_cpu(here), strict=True)
-        elif device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-            from headrace.kernels.digest import piece_digests
+    return Digester(tensors).digests()
 
-            launched.append((places, piece_digests(here)))
-        else:
-            pieces |= zip(places, map(_through_the_cpu, here), strict=True)
-    for places, found in launched:
-        pieces |= zip(places, split(found.cpu().numpy(), [tensors[place].nbytes for place in places]), strict=True)
-    return [joined(pieces[place], tensor.nbytes) for place, tensor in enumerate(tensors)]
+
+class Digester:
+    """Of the same tensors again and again: what does not depend on their content is prepared."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], targets: Sequence[torch.Tensor] = ()):
+        """With `targets`, which are for tensors on CUDA alone (`copies_on_the_way`), the tensors are copied there
+        while they are read."""
+        self._sizes = [tensor.nbytes for tensor in tensors]
+        places_on: dict[torch.device, list[int]] = {}
+        for place, tensor in enumerate(tensors):
+            places_on.setdefault(tensor.device, []).append(place)
+        # Devices first: they work while the CPU does.
+        self._parts = [
+            (places, _pieces_of([tensors[place] for place in places], device, targets))
+            for device, places in sorted(places_on.items(), key=lambda item: item[0].type == "cpu")
+        ]
+
+    def digests(self) -> list[int]:
+        """As `digests`, of what the tensors hold now."""
+        return self.begin()()
+
+    def begin(self) -> Callable[[], list[int]]:
+        """Devices begin now; what is returned waits for them and has the digests."""
+        found = [(places, begin()) for places, begin in self._parts]
+
+        def outcome() -> list[int]:
+            pieces: dict[int, np.ndarray] = {}
+            for places, own in found:
+                pieces |= zip(places, split(own(), [self._sizes[place] for place in places]), strict=True)
+            return [joined(pieces[place], size) for place, size in enumerate(self._sizes)]
+
+        return outcome
+
+
+def copies_on_the_way(*ends: torch.Tensor) -> bool:
+    """Whether tensors between these two are copied and digested in one pass."""
+    has_kernel = importlib.util.find_spec("triton") is not None
+    aligned = all(end.data_ptr() % ALIGN == 0 for end in ends)
+    return has_kernel and aligned and ends[0].device == ends[1].device and ends[0].device.type == "cuda"
+
+
+def _pieces_of(
+    tensors: Sequence[torch.Tensor], device: torch.device, targets: Sequence[torch.Tensor]
+) -> Callable[[], Callable[[], np.ndarray]]:
+    """Begins to digest all pieces, tensor after tensor; what it returns waits for them."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from headrace.kernels.digest import Pieces
+
+        prepared = Pieces(tensors, targets)
+
+        def launch() -> Callable[[], np.ndarray]:
+            found = prepared.digests()
+            return lambda: found.cpu().numpy()
+
+        return launch
+    here = _on_the_cpu if device.type == "cpu" else _through_the_cpu
+    return lambda: lambda: here(tensors)
 
 
 def split(pieces: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
@@ -68,8 +110,8 @@ def joined(pieces: np.ndarray, nbytes: int) -> int:
     return xxhash.xxh3_64_intdigest(pieces.astype("<u8").tobytes() + nbytes.to_bytes(8, "little"))
 
 
-def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """The digests of each tensor's pieces."""
+def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """The digests of all pieces."""
     raw = [_bytes_of(tensor) for tensor in tensors]
     spans = [span for one in raw for span in _spans(one)]
     if sum(map(len, spans)) < _PARALLEL_BYTES:
@@ -77,16 +119,18 @@ def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
     else:
         with ThreadPoolExecutor(_THREADS) as threads:
             found = list(threads.map(_pieces, spans))
-    return split(np.concatenate([_NONE, *found]), [len(one) for one in raw])
+    return np.concatenate([_NONE, *found])
 
 
-def _through_the_cpu(tensor: torch.Tensor) -> np.ndarray:
-    """As `_on_the_cpu` for one tensor on a device without a kernel. On the CPU it needs the room of one span."""
+def _through_the_cpu(tensors: Sequence[torch.Tensor]) -> np.ndarray:
+    """As `_on_the_cpu` for a device without a kernel. On the CPU it needs the room of one span."""
     import torch
 
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    copies = (flat[start : start + _SPAN].cpu().numpy().data for start in range(0, len(flat), _SPAN))
-    return np.concatenate([_NONE, *map(_pieces, copies)])
+    found = [_NONE]
+    for tensor in tensors:
+        flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        found += [_pieces(flat[start : start + _SPAN].cpu().numpy().data) for start in range(0, len(flat), _SPAN)]
+    return np.concatenate(found)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -22,6 +22,7 @@ OWN = (
     "episodes",
     "checkpoints",
     "versions",
+    "weights",
     "tensorboard",
     "logs",
     "report.png",
@@ -46,6 +47,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.versions = self.path / "versions"
         """Weights kept for `headrace audit --recompute`."""
+        self.weights = self.path / "weights"
+        """Versions on their way to the engines, where the transport is `files`."""
         self.tensorboard = self.path / "tensorboard"
         self.report = self.path / "report.png"
         self.summary = self.path / "summary.json"

@@ -79,7 +79,10 @@ def write_report_apart(folder: str | Path, timeout_s: float = 120.0) -> str | No
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    return None if done.returncode == 0 else done.stderr.strip().splitlines()[-1]
+    if done.returncode == 0:
+        return None
+    said = done.stderr.strip().splitlines()
+    return said[-1] if said else f"its process ended with status {done.returncode}"
 
 
 # ── Panels ───────────────────────────────────────────────────────────────────────────────────────────────

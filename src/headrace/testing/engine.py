@@ -15,8 +15,10 @@ from headrace.testing.loops import until
 from headrace.testing.serving import (
     Serving,
     changed,
+    fingerprint,
     has,
     plain,
+    plain_seal,
     publish,
     refused,
     request,
@@ -26,6 +28,7 @@ from headrace.testing.serving import (
     serves,
     stage,
     start,
+    take_in,
 )
 
 
@@ -176,9 +179,9 @@ class EngineContract(InterruptTests, ForkTests):
     async def test_a_version_is_served_from_its_swap_on_and_not_before(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await stage(serving)
+        manifest, seal = await stage(serving)
         new = manifest.version.number
-        for step in (lambda: engine.announce(manifest), lambda: engine.transfer(new), lambda: engine.verify(new)):
+        for step in (lambda: engine.announce(manifest), lambda: engine.transfer(new), lambda: engine.verify(seal)):
             await step()
             assert engine.version == old
             assert set((await engine.sample(request([1, 2], 4))).versions.tolist()) == {old}
@@ -191,21 +194,21 @@ class EngineContract(InterruptTests, ForkTests):
     async def test_no_stage_can_be_skipped(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await stage(serving)
+        manifest, seal = await stage(serving)
         new = manifest.version.number
         await refused("transfer", engine.transfer(new))
-        await refused("verify", engine.verify(new))
+        await refused("verify", engine.verify(seal))
         await refused("swap", engine.swap(new, "keep"))
         await engine.announce(manifest)
-        await refused("verify", engine.verify(new))
+        await refused("verify", engine.verify(seal))
         await refused("swap", engine.swap(new, "keep"))
         await engine.transfer(new)
         await refused("swap", engine.swap(new, "keep"))
         await serves(engine, old)
-        await engine.verify(new)
+        await engine.verify(seal)
         await engine.transfer(new)
         await refused("swap", engine.swap(new, "keep"))
-        await engine.verify(new)
+        await engine.verify(seal)
         await engine.swap(new, "keep")
         await refused("swap", engine.swap(new, "keep"))
         await serves(engine, new)
@@ -214,7 +217,7 @@ class EngineContract(InterruptTests, ForkTests):
     async def test_a_manifest_that_does_not_fit_is_refused(self, serving: Serving) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await stage(serving)
+        manifest, _ = await stage(serving)
         first, *rest = manifest.tensors
         for tensors in (
             rest,
@@ -233,16 +236,43 @@ class EngineContract(InterruptTests, ForkTests):
     ) -> None:
         engine = serving.engine
         old = await publish(serving)
-        manifest = await stage(serving)
+        manifest, seal = await stage(serving)
         new = manifest.version.number
-        *rest, last = manifest.tensors
-        damaged = changed(manifest, tensors=(*rest, changed(last, checksum=last.checksum ^ 1)))
-        await engine.announce(damaged)
+        *rest, last = seal.checksums
+        await engine.announce(manifest)
         await engine.transfer(new)
-        await refused("verify", engine.verify(new))
+        await refused("verify", engine.verify(changed(seal, checksums=(*rest, last ^ 1))))
         await refused("swap", engine.swap(new, "keep"))
         await serves(engine, old)
         await serves(engine, await publish(serving))
+
+    @scenario
+    async def test_a_fingerprint_is_of_what_is_served_until_the_next_swap(self, serving: Serving) -> None:
+        engine = serving.engine
+        manifest, seal = await stage(serving)
+        await take_in(engine, manifest, seal)
+        assert await fingerprint(engine) == plain_seal(seal)
+        later, later_seal = await stage(serving)
+        *rest, last = later_seal.checksums
+        await engine.announce(later)
+        await engine.transfer(later_seal.number)
+        assert await fingerprint(engine) == plain_seal(seal)
+        await refused("verify", engine.verify(changed(later_seal, checksums=(*rest, last ^ 1))))
+        await engine.verify(later_seal)
+        assert await fingerprint(engine) == plain_seal(seal)
+        await engine.swap(later_seal.number, "keep")
+        assert await fingerprint(engine) == plain_seal(later_seal)
+        assert later_seal.checksums != seal.checksums
+
+    @scenario
+    async def test_a_fingerprint_can_be_asked_for_while_the_engine_is_busy(self, serving: Serving) -> None:
+        engine = serving.engine
+        manifest, seal = await stage(serving)
+        begun = start(serving, [1, 2])
+        await running(engine, 1)
+        await take_in(engine, manifest, seal)
+        assert await fingerprint(engine) == plain_seal(seal)
+        assert (await begun).stop == "length"
 
     # ── Pauses and time ──────────────────────────────────────────────────────────────────────────────────
 

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from headrace.ipc import BlockingChannel, Stop, error_to_record
-from headrace.records import Record, message
+from headrace.records import Record, WeightVersion, message
 from headrace.rollout.base import Completion
 from headrace.simulator.engine import SimEngine
 from headrace.simulator.world import Costs, SimTrainer, World
+from headrace.sync.base import Manifest, Seal
 
 
 def fake_pair(token_s: float = 0.001, name: str = "fake") -> tuple[SimEngine, SimTrainer]:
@@ -24,6 +25,12 @@ def fake_pair(token_s: float = 0.001, name: str = "fake") -> tuple[SimEngine, Si
     costs = Costs(token_s=token_s, median_tokens=1 << 30, sigma=0.0, stage_s=0.001)
     world = World(costs=costs, dice=random.Random(0))
     return SimEngine(world, name), SimTrainer(world)
+
+
+async def staged(trainer: SimTrainer, version: WeightVersion) -> tuple[Manifest, Seal]:
+    """Other weights than before at the trainer, on offer as this version."""
+    trainer.weights = 1000 + version.number
+    return await trainer.stage(version, ()), await trainer.seal(version.number)
 
 
 class ScriptedPolicy:

@@ -15,7 +15,7 @@ import pytest
 from headrace.engine.base import Engine, Interrupt, SampleRequest, ScoreRequest
 from headrace.errors import SyncError
 from headrace.records import KvEvent, Turn, WeightVersion
-from headrace.sync.base import Manifest
+from headrace.sync.base import Manifest, Seal
 from headrace.testing.loops import on_loop, until
 
 Feature = Literal["score", "fork", "sleep", "keep", "recompute", "resume", "retry", "drain"]
@@ -28,7 +28,7 @@ class Serving:
     engine: Engine
     run: Callable[[Coroutine[Any, Any, None]], Any]
     """Runs a coroutine on the engine's own event loop: an asyncio.Runner's `run`."""
-    stage: Callable[[WeightVersion], Awaitable[Manifest]]
+    stage: Callable[[WeightVersion], Awaitable[tuple[Manifest, Seal]]]
     """Put weights, other ones for each version, where the engine can fetch them."""
     vocab_size: int
     long_tokens: int
@@ -87,15 +87,21 @@ async def publish(serving: Serving, interrupt: Interrupt = "keep") -> int:
 
 async def verified(serving: Serving) -> int:
     """Take a new version through all stages but the swap; returns its number."""
-    manifest = await stage(serving)
-    number = manifest.version.number
-    await serving.engine.announce(manifest)
-    await serving.engine.transfer(number)
-    await serving.engine.verify(number)
-    return number
+    manifest, seal = await stage(serving)
+    await take_in(serving.engine, manifest, seal, swap=False)
+    return seal.number
 
 
-async def stage(serving: Serving) -> Manifest:
+async def take_in(engine: Engine, manifest: Manifest, seal: Seal, *, swap: bool = True) -> None:
+    """All stages, or all but the swap."""
+    await engine.announce(manifest)
+    await engine.transfer(seal.number)
+    await engine.verify(seal)
+    if swap:
+        await engine.swap(seal.number, "keep")
+
+
+async def stage(serving: Serving) -> tuple[Manifest, Seal]:
     number = next(serving.numbers)
     return await serving.stage(WeightVersion(number=number, parent=serving.engine.version, step=number))
 
@@ -128,3 +134,11 @@ def changed(record: Any, **changes: Any) -> Any:
 
 def plain(lineage: tuple[KvEvent, ...]) -> list[tuple[int, int, str, str]]:
     return [(event.position, event.version, event.before, event.cause) for event in lineage]
+
+
+async def fingerprint(engine: Engine) -> tuple[int, tuple[int, ...]]:
+    return plain_seal(await engine.fingerprint())
+
+
+def plain_seal(seal: Seal) -> tuple[int, tuple[int, ...]]:
+    return seal.number, tuple(seal.checksums)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from headrace.records import Batch, Record, WeightVersion, message
-from headrace.sync.base import Manifest
+from headrace.sync.base import Destination, Manifest, Seal
 from headrace.usage import Usage
 
 
@@ -21,14 +22,24 @@ class StepReport(Record):
 
 
 class Trainer(Protocol):
-    """Owns the weights and the optimizer. Its calls are answered one at a time, in the order they were made."""
+    """Owns the weights and the optimizer. Its calls are answered one at a time, in the order they were made, but
+    for those of publication, which are answered beside the others."""
 
     async def train(self, batch: Batch) -> StepReport:
         """One optimizer step over the whole batch: version `batch.version` becomes the next one."""
         ...
 
-    async def stage(self, version: WeightVersion) -> Manifest:
-        """Put the current weights where engines can fetch them. Returns before any engine has."""
+    async def stage(self, version: WeightVersion, to: Sequence[Destination]) -> Manifest:
+        """Begin to offer the current weights to these engines, beside training: the next optimizer step waits until
+        they are copied. Raises Superseded where the weights have another version by now."""
+        ...
+
+    async def seal(self, number: int) -> Seal:
+        """The checksums of the version that was staged last, once it is copied."""
+        ...
+
+    async def restage(self, number: int, to: Sequence[Destination]) -> tuple[Manifest, Seal]:
+        """Offer the version that was staged last once more, whole, to engines that could not take it."""
         ...
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:

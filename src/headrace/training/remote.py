@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+import threading
 import time
 import traceback
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from headrace.errors import LawBroken
+from headrace.errors import Superseded, SyncError
 from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record
 from headrace.records import Batch, Record, WeightVersion, message
-from headrace.sync.base import Manifest
+from headrace.sync.base import Destination, Manifest, Seal
 from headrace.training.base import StepReport
 from headrace.training.config import TrainingConfig
 from headrace.usage import Stopwatch, Usage
+
+if TYPE_CHECKING:
+    from headrace.sync import Sender
+    from headrace.training.trainer import LocalTrainer
 
 
 @message
@@ -39,12 +46,39 @@ class Trained(Record):
 class Stage(Record):
     call: int
     version: WeightVersion
+    to: tuple[Destination, ...]
 
 
 @message
 class Staged(Record):
     call: int
     manifest: Manifest
+
+
+@message
+class AskSeal(Record):
+    call: int
+    number: int
+
+
+@message
+class TellSeal(Record):
+    call: int
+    seal: Seal
+
+
+@message
+class Restage(Record):
+    call: int
+    number: int
+    to: tuple[Destination, ...]
+
+
+@message
+class Restaged(Record):
+    call: int
+    manifest: Manifest
+    seal: Seal
 
 
 @message
@@ -109,18 +143,18 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     trainer = LocalTrainer(
         config, model=options["model"], seed=options["seed"], max_staleness=options["max_staleness"]
     )
-    TrainerServer(sock, trainer, open_sender(options["channel"])).serve()
+    TrainerServer(sock, trainer, open_sender(options["channel"], **options["sender"])).serve()
 
 
 class TrainerServer:
-    """Answers one call after another until told to stop."""
+    """Answers one call after another until told to stop; those of publication on a thread of their own."""
 
-    def __init__(self, sock: socket.socket, trainer: Any, sender: Any):
+    def __init__(self, sock: socket.socket, trainer: LocalTrainer, sender: Sender):
         self._trainer = trainer
-        self._sender = sender
         self._tokens = 0
         self._watch = Stopwatch()
-        self._channel = BlockingChannel(sock)
+        self._publishing = _Publishing(trainer, sender, self._send)
+        self._channel = BlockingChannel(sock, divert=self._publishing.take)
         self._channel.send(TrainerReady(call=0))
 
     def serve(self) -> None:
@@ -135,6 +169,9 @@ class TrainerServer:
                 traceback.print_exc()
                 self._channel.send(error_to_record(record.call, error))
 
+    def _send(self, record: Any) -> None:
+        self._channel.send(record)
+
     def _answer(self, record: Any) -> Any:
         trainer = self._trainer
         if isinstance(record, Train):
@@ -144,11 +181,6 @@ class TrainerServer:
             self._tokens += int(report.metrics["tokens_trained"])
             seconds = time.perf_counter() - begun
             return Trained(call=record.call, report=msgspec.structs.replace(report, seconds=seconds))
-        if isinstance(record, Stage):
-            if record.version.number != trainer.version:
-                what = f"version {record.version.number} is to be staged, the weights are {trainer.version}"
-                raise LawBroken("provenance", "trainer", what)
-            return Staged(call=record.call, manifest=self._sender.send(record.version, trainer.tensors()))
         if isinstance(record, Save):
             if record.what == "checkpoint":
                 trainer.save(record.path, record.state)
@@ -165,22 +197,86 @@ class TrainerServer:
         return TrainerOk(call=record.call)
 
 
+class _Publishing:
+    """Copies versions out beside training. Its thread alone uses the sender."""
+
+    def __init__(self, trainer: LocalTrainer, sender: Sender, answer: Callable[[Any], None]):
+        self._trainer = trainer
+        self._sender = sender
+        self._answer = answer
+        self._outcome: Seal | Exception | None = None
+        """Of the version that was staged last."""
+        self._work: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="headrace-publish", daemon=True).start()
+
+    def take(self, record: Any) -> bool:
+        if isinstance(record, Stage | AskSeal | Restage):
+            self._work.put(record)
+            return True
+        return False
+
+    def _run(self) -> None:
+        with self._trainer.side_stream():
+            while True:
+                record = self._work.get()
+                try:
+                    self._act(record)
+                except Exception as error:
+                    if not isinstance(error, SyncError):
+                        traceback.print_exc()
+                    self._answer(error_to_record(record.call, error))
+
+    def _act(self, record: Any) -> None:
+        if isinstance(record, Stage):
+            self._stage(record)
+        elif isinstance(record, Restage):
+            manifest, seal = self._sender.again(record.number, record.to)
+            self._answer(Restaged(call=record.call, manifest=manifest, seal=seal))
+        elif isinstance(self._outcome, Seal) and self._outcome.number == record.number:
+            self._answer(TellSeal(call=record.call, seal=self._outcome))
+        elif isinstance(self._outcome, Exception):
+            raise self._outcome
+        else:
+            raise SyncError("transfer", "trainer", f"version {record.number} was not staged")
+
+    def _stage(self, record: Stage) -> None:
+        self._outcome, trainer, wanted = None, self._trainer, record.version.number
+        with trainer.weights_at_rest():
+            if trainer.version != wanted:
+                raise Superseded("announce", "trainer", f"version {wanted} has become {trainer.version}")
+            manifest = self._sender.stage(record.version, trainer.tensors(), adapter=trainer.adapter, to=record.to)
+            self._answer(Staged(call=record.call, manifest=manifest))
+            try:
+                self._outcome = self._sender.pack()
+            except Exception as error:
+                traceback.print_exc()
+                self._outcome = error
+
+
 # ── The controller's client ──────────────────────────────────────────────────────────────────────────────
 
 
 class RemoteTrainer:
     """The Trainer of a process, over its peer."""
 
-    def __init__(self, peer: Peer, *, step_s: float, close_s: float):
+    def __init__(self, peer: Peer, *, step_s: float, stage_s: float, close_s: float):
         self.peer = peer
         self._step_s = step_s
+        self._stage_s = stage_s
         self._close_s = close_s
 
     async def train(self, batch: Batch) -> StepReport:
         return (await self._call(Train(call=self.peer.next_call(), batch=batch))).report
 
-    async def stage(self, version: WeightVersion) -> Manifest:
-        return (await self._call(Stage(call=self.peer.next_call(), version=version))).manifest
+    async def stage(self, version: WeightVersion, to: Sequence[Destination]) -> Manifest:
+        return (await self._publish(Stage(call=self.peer.next_call(), version=version, to=tuple(to)))).manifest
+
+    async def seal(self, number: int) -> Seal:
+        return (await self._publish(AskSeal(call=self.peer.next_call(), number=number))).seal
+
+    async def restage(self, number: int, to: Sequence[Destination]) -> tuple[Manifest, Seal]:
+        reply = await self._publish(Restage(call=self.peer.next_call(), number=number, to=tuple(to)))
+        return reply.manifest, reply.seal
 
     async def save(self, folder: str, state: dict[str, Any]) -> None:
         await self._call(Save(call=self.peer.next_call(), what="checkpoint", path=folder, state=state))
@@ -205,3 +301,6 @@ class RemoteTrainer:
 
     async def _call(self, record: Any) -> Any:
         return await self.peer.call(record, deadline_s=self._step_s)
+
+    async def _publish(self, record: Any) -> Any:
+        return await self.peer.call(record, deadline_s=self._stage_s, look_at="sync.deadline_s, logs/trainer.log")

@@ -7,8 +7,10 @@ batch ─▶ check ─▶ sequences ─┬─▶ micro-batches with an advantage
 from __future__ import annotations
 
 import math
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,7 @@ class LocalTrainer:
         """The number of its weights. May be set: after a restore, old numbers are not used again."""
         self.step = 0
         """Training steps done."""
+        self._at_rest = threading.Lock()
         self._config = config
         self._max_staleness = max_staleness
         self._backend = open_backend(model, config, seed=seed)
@@ -95,13 +98,33 @@ class LocalTrainer:
         except BaseException:
             self._optimizer.zero_grad()
             raise
-        self._optimizer.step(rate)
-        self.version += 1
-        self.step += 1
+        with self.weights_at_rest():
+            self._optimizer.step(rate)
+            self.version += 1
+            self.step += 1
         metrics = batch_metrics(batch, sequences) | _step_metrics(total, tokens)
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate}
         seconds = time.perf_counter() - began
         return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds)
+
+    @contextmanager
+    def weights_at_rest(self) -> Iterator[None]:
+        """Within it nobody else changes the weights, or copies them. Publication, on a thread of its own, copies
+        while a batch goes forward and backward; only the optimizer's step waits for it."""
+        with self._at_rest:
+            self._await_device()
+            yield
+            self._await_device()
+
+    def _await_device(self) -> None:
+        """Streams of two threads do not know of each other."""
+        if self._backend.device.type == "cuda":
+            torch.cuda.current_stream(self._backend.device).synchronize()
+
+    def side_stream(self) -> AbstractContextManager[Any]:
+        """For the thread that publishes: copies beside training."""
+        device = self._backend.device
+        return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live float32 weights under their Hugging Face names, to be copied before the next `train`. Where

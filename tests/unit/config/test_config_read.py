@@ -47,7 +47,11 @@ def test_a_minimal_file_leaves_every_default_in_place(file: Path) -> None:
         ("tasks.dataset=x", "tasks.dataset", 'dataset belongs to tasks.type = "reasoning_gym"'),
         ("max_staleness=3", "max_staleness", "did you mean buffer.max_staleness?"),
         ("training.optimizer.epz=1", "training.optimizer.epz", "did you mean training.optimizer.eps?"),
-        ("limits.zork=1", "limits.zork", "known in limits: batch_s, close_s, commit_s, start_s, step_s"),
+        (
+            "limits.zork=1",
+            "limits.zork",
+            "known in limits: batch_s, close_s, commit_s, engine_restarts, restarts, start_s, step_s",
+        ),
     ],
 )
 def test_an_unknown_key_is_named_in_full_with_the_nearest_known_one(

@@ -15,10 +15,11 @@ from engine_builders import MODEL
 from headrace.engine.native import memory
 from headrace.engine.native.kv import KvCache
 from headrace.engine.native.memory import PIECE_BYTES, Block
-from headrace.engine.native.weights import ALIGN_BYTES, Weights
+from headrace.engine.native.weights import Weights
 from headrace.errors import HeadraceError, SyncError
 from headrace.models import joined_names, random_model
 from headrace.models.joined import side_by_side
+from headrace.sync.layout import ALIGN
 
 CPU = torch.device("cpu")
 SIZE = 2**26
@@ -132,9 +133,7 @@ def test_parameters_keep_their_values_in_one_block_and_those_of_one_product_lie_
         standby = side_by_side([weights.standby[name] for name in names])
         assert torch.equal(standby, together)
     behind_another = {name for names in joined for name in names[1:]}
-    assert all(
-        tensor.data_ptr() % ALIGN_BYTES == 0 for name, tensor in tensors.items() if name not in behind_another
-    )
+    assert all(tensor.data_ptr() % ALIGN == 0 for name, tensor in tensors.items() if name not in behind_another)
     places = sorted((tensor.data_ptr(), tensor.nbytes) for tensor in tensors.values())
     assert all(first + size <= second for (first, size), (second, _) in pairwise(places))
 

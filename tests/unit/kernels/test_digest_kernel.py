@@ -108,3 +108,26 @@ def test_no_pieces_are_no_digests() -> None:
 
 def test_a_piece_is_the_reference_s() -> None:
     assert kernel.PIECE == reference.PIECE
+
+
+def test_what_is_copied_on_the_way_is_the_bytes_and_has_their_digests() -> None:
+    sizes = [0, 1, 7, 8, 9, 63, 64, 1023, 1024, 1025, 2048, 3071, 4099, PIECE - 1, PIECE, PIECE + 13]
+    sources = [draw(size, seed) for seed, size in enumerate(sizes)]
+    block = torch.full((sum(-(-size // 16) * 16 + 16 for size in sizes),), 0xA5, dtype=torch.uint8, device=DEVICE)
+    targets, start = [], 0
+    for size in sizes:
+        targets.append(block[start : start + size])
+        start += -(-size // 16) * 16 + 16
+    found = kernel.Pieces(sources, targets).digests().cpu().tolist()
+    assert found == piece_digests(sources).cpu().tolist()
+    start = 0
+    for size, source in zip(sizes, sources, strict=True):
+        assert torch.equal(block[start : start + size], source)
+        after = block[start + size : start + -(-size // 16) * 16 + 16]
+        assert bool((after == 0xA5).all()), "not a byte beyond"
+        start += -(-size // 16) * 16 + 16
+
+
+def test_a_target_that_is_not_aligned_is_refused() -> None:
+    with pytest.raises(ValueError, match="multiples of 16 bytes"):
+        kernel.Pieces([draw(64)], [torch.zeros(80, dtype=torch.uint8, device=DEVICE)[1:65]])

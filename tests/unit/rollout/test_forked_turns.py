@@ -43,7 +43,9 @@ class InProcess:
 
 class Recording(EnginePool):
     def __init__(self) -> None:
-        super().__init__([fake_pair()[0]])
+        engine = fake_pair()[0]
+        engine.version = 0
+        super().__init__([engine])
         self.asked: list[SampleRequest] = []
         self.released: list[int] = []
 

@@ -21,6 +21,7 @@ from headrace.records import Episode
 from headrace.rollout.config import PythonTasks
 from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
+from headrace.sync.base import Seal
 from headrace.sync.config import SyncConfig
 from headrace.training.config import TrainingConfig
 
@@ -214,11 +215,10 @@ def test_a_reused_version_number_is_noticed():
     def tamper(parts: Parts) -> None:
         stage = parts.trainer.stage
 
-        async def reuse(version):
+        async def reuse(version, to):
             if version.number == 3:
-                twin = await stage(msgspec.structs.replace(version, number=2, parent=1))
-                parts.telemetry.event("published", version=2, checksum=twin.tensors[0].checksum)
-            return await stage(version)
+                parts.telemetry.event("published", version=2, checksum=parts.trainer.weights)
+            return await stage(version, to)
 
         parts.trainer.stage = reuse
 
@@ -236,7 +236,7 @@ def test_an_engine_that_serves_what_it_did_not_verify_is_refused():
     def tamper(parts: Parts) -> None:
         for engine in parts.engines.members:
 
-            async def skip(number: int) -> None: ...
+            async def skip(seal: Seal) -> None: ...
 
             engine.verify = skip
 

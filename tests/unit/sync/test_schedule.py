@@ -14,13 +14,13 @@ from headrace.simulator.loop import run_virtual
 from headrace.simulator.world import SimTrainer
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Published, Publisher
-from headrace.testing.fakes import fake_pair
+from headrace.testing.fakes import fake_pair, staged
 from headrace.testing.serving import request
 
 
 async def publish(engine: SimEngine, trainer: SimTrainer, number: int, config: SyncConfig) -> Published:
-    manifest = await trainer.stage(WeightVersion(number=number, parent=number - 1, step=number))
-    return await Publisher(config).publish(manifest, [engine])
+    offer = await staged(trainer, WeightVersion(number=number, parent=number - 1, step=number))
+    return await Publisher(config).publish(*offer, [engine])
 
 
 @pytest.mark.parametrize("schedule", ["never_stop", "blocking"])
@@ -67,8 +67,9 @@ def test_a_drain_past_the_deadline_fails_and_the_engine_serves_what_it_served():
         await publish(engine, trainer, 1, SyncConfig())
         task = asyncio.create_task(engine.sample(request([1, 2], 1000)))
         await asyncio.sleep(0.3)
+        published = await publish(engine, trainer, 2, SyncConfig(interrupt="drain", deadline_s=0.2))
         with pytest.raises(DeadlineExceeded, match=r"publication waited 0.2 s for fake to swap"):
-            await publish(engine, trainer, 2, SyncConfig(interrupt="drain", deadline_s=0.2))
+            raise published.failed["fake"]
         assert (await engine.sample(request([3], 2))).versions.tolist() == [1, 1]
         assert not task.done()
         assert set((await task).versions.tolist()) == {1}

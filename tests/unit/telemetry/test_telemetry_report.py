@@ -54,3 +54,13 @@ def test_the_running_mean_skips_what_is_not_a_number() -> None:
     values = np.array([1.0, np.nan, 3.0, 5.0])
     assert running_mean(values, 1).tolist() == [1.0, 2.0, 4.0, 4.0]
     assert running_mean(values, 0)[[0, 2, 3]].tolist() == [1.0, 3.0, 5.0]
+
+
+def test_a_report_whose_process_was_killed_in_silence_is_told_and_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = tmp_path / "python"
+    silent.write_text("#!/bin/sh\nkill -TERM $$\n")
+    silent.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(silent))
+    assert write_report_apart(tmp_path) == "its process ended with status -15"

@@ -149,6 +149,24 @@ class AdapterBank:
                 standby.retired.record()
             self._resident[name] = standby.spec
 
+    def live(self, name: str) -> Mapping[str, Tensor]:
+        """What passes read of a resident adapter, by PEFT's names, once what was copied there is there."""
+        with self._lock:
+            spec = self._resident.get(name)
+            if spec is None or not self._block.resident:
+                why = f"{self._engine} has {sorted(self._resident)}, some perhaps lost or asleep"
+                raise HeadraceError(
+                    f"adapter {name!r} is read where it is resident", why, "publish it, or wake the engine"
+                )
+            if name in self._standby:
+                self._standby[name].settle()
+            found: dict[str, Tensor] = {}
+            for module in self._bound(spec):
+                _, _, layer, projection = module.split(".", 3)
+                both = self._projections[projection].of(self._numbers[name], spec.rank)
+                found |= zip(_names([module]), (side[int(layer)] for side in both), strict=True)
+            return MappingProxyType(found)
+
     def drop(self, name: str) -> int:
         """Forget an adapter that is resident or on its way; the number it had."""
         with self._lock:

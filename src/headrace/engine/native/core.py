@@ -193,6 +193,14 @@ class NativeEngine:
         """
         return self._served.base.standby
 
+    def refresh_standby(self) -> None:
+        """Make the standby buffers a copy of the weights that are served, for a version that comes as changes."""
+        self._served.base.refresh()
+
+    @property
+    def device(self) -> torch.device:
+        return self._served.base.device
+
     @property
     def adapters(self) -> dict[str, int]:
         """The resident adapters' versions."""
@@ -206,6 +214,16 @@ class NativeEngine:
         after a sleep. Whoever fills them on CUDA waits for its own stream before it calls for the swap.
         """
         return self._served.bank("announce", spec.name).standby(spec)
+
+    def live(self, adapter: str | None = None) -> Mapping[str, Tensor]:
+        """What passes read, by the names it is published under: the model's parameters or a resident adapter's.
+
+        To be read, by any thread as long as no swap and no sleep begins. What was asleep and has not been given
+        weights has none: HeadraceError.
+        """
+        return (
+            self._served.base.live if adapter is None else self._served.bank("fingerprint", adapter).live(adapter)
+        )
 
     def must_drain(self, interrupt: Interrupt, adapter: str | None = None) -> bool:
         """Whether a swap with this interrupt has to wait: something runs, or has run, that it may not touch.

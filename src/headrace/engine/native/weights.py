@@ -6,14 +6,14 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.engine.native.memory import PIECE_BYTES, Block
 from headrace.errors import HeadraceError, SyncError
-from headrace.models import CausalLM, joined_names
-
-ALIGN_BYTES = 256
+from headrace.models import CausalLM
+from headrace.sync import lay_out
 
 
 class Weights:
@@ -28,11 +28,13 @@ class Weights:
 
     def __init__(self, model: CausalLM):
         self._live = dict(model.named_parameters())
-        self._places, self._size = _lay_out(self._live, joined_names(model.config))
+        self._places, self._size = _lay_out(self._live)
         self._blocks = [Block(self._size, self.device), Block(self._size, self.device)]
         """By side."""
+        self._sets: list[dict[str, Tensor]] = [{}, {}]
+        """The parameters in each block."""
         self._move_in()
-        self._standby: dict[str, Tensor] = {}
+        self._kinds = {name: _kind(live) for name, live in self._live.items()}
         self._kept: list[Tensor] = []
         """The live set while it has no memory of its own, in pieces."""
         self._lost = False
@@ -59,6 +61,29 @@ class Weights:
             self._retired.synchronize()
         return MappingProxyType(self._standby)
 
+    @property
+    def live(self) -> Mapping[str, Tensor]:
+        """What passes read, once what was copied there is there. Refused where it has no memory."""
+        if not self.complete or not self._blocks[self.side].resident:
+            raise HeadraceError("an engine that sleeps has no weights in place", "asleep", "wake it first")
+        if self._retired is not None:
+            self._retired.synchronize()
+        return MappingProxyType({name: live.data for name, live in self._live.items()})
+
+    def refresh(self) -> None:
+        """Make the standby set a copy of the live one, on the caller's stream."""
+        self.standby  # noqa: B018 - waits for whoever reads it
+        if self.complete:
+            live, there = self._blocks[self.side].bytes, self._blocks[1 - self.side].bytes
+            if self.device.type == "cpu":
+                np.copyto(there.numpy(), live.numpy())
+            else:
+                there.copy_(live)
+
+    @property
+    def _standby(self) -> dict[str, Tensor]:
+        return self._sets[1 - self.side]
+
     def flip(self) -> None:
         """Pointers only. Either all of them or, with an error, none."""
         if not self.complete:
@@ -74,12 +99,13 @@ class Weights:
             raise SyncError("swap", "the standby buffers", "what was written there was given up; transfer it again")
         self.restore()
         self._have_standby()
-        for name, live in self._live.items():
-            if _kind(self._standby[name]) != _kind(live):
-                why = f"the standby buffer of {name} became {_kind(self._standby[name])}, not {_kind(live)}"
+        standby = self._standby
+        for name, kind in self._kinds.items():
+            if _kind(standby[name]) != kind:
+                why = f"the standby buffer of {name} became {_kind(standby[name])}, not {kind}"
                 raise SyncError("swap", "the standby buffers", why)
         for name, live in self._live.items():
-            live.data, self._standby[name] = self._standby[name], live.data
+            live.data = standby[name]
         self.side = 1 - self.side
         self._note_use()
 
@@ -151,7 +177,7 @@ class Weights:
         for name, place in self._places.items():
             block.restore(place.last)
             live = self._live[name]
-            live.data = place.of(block.bytes).copy_(live.data)
+            self._sets[0][name] = live.data = place.of(block.bytes).copy_(live.data)
         torch.cuda.empty_cache()
 
     def _have_standby(self) -> None:
@@ -161,7 +187,8 @@ class Weights:
             return
         block.restore()
         there = block.bytes.copy_(self._blocks[self.side].bytes)
-        self._standby = {name: place.of(there) for name, place in self._places.items()}
+        if not self._sets[1 - self.side]:
+            self._sets[1 - self.side] = {name: place.of(there) for name, place in self._places.items()}
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -177,19 +204,20 @@ class _Place(NamedTuple):
         return block[self.first : self.last].view(self.dtype).view(self.shape)
 
 
-def _lay_out(tensors: Mapping[str, Tensor], groups: list[tuple[str, ...]]) -> tuple[dict[str, _Place], int]:
-    """(where each tensor lies in a block, the block's size): in order, each group at its first member's place."""
-    group_of = {name: group for group in groups for name in group}
-    places: dict[str, _Place] = {}
-    size = 0
-    for name in tensors:
-        if name in places:
-            continue
-        size = -(-size // ALIGN_BYTES) * ALIGN_BYTES
-        for member in group_of.get(name, (name,)):
-            tensor = tensors[member]
-            places[member] = _Place(size, size + tensor.nbytes, tensor.shape, tensor.dtype)
-            size += tensor.nbytes
+def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
+    """(where each tensor lies in a block, the block's size): as in a published image, so that versions arrive by
+    copies of long runs."""
+    kinds = {
+        name: (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
+    specs, size = lay_out(kinds)
+    places = {
+        spec.name: _Place(
+            spec.offset, spec.offset + spec.nbytes, tensors[spec.name].shape, tensors[spec.name].dtype
+        )
+        for spec in specs
+    }
     return places, size
 
 

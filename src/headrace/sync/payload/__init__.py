@@ -1,5 +1,1 @@
-"""What travels, and whether it is what was announced."""
-
-from headrace.sync.manifest import check_manifest, verify
-
-__all__ = ["check_manifest", "verify"]
+"""What travels: the whole image of a version, or what changed in it."""

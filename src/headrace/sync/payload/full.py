@@ -1,74 +1,108 @@
-"""The full payload: every tensor, one after another, each on a 64-byte boundary."""
+"""The full payload: a version's image, filled from the first byte to the last.
+
+The bytes are cut into buckets wherever a transport likes; tensors begin and end within them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.sync.base import TensorSpec
-from headrace.sync.digest import digests
+from headrace.sync.layout import ALIGN, lay_out
 
-NAME = "full"
-ALIGN = 64
+BUCKET_BYTES = 8 << 20
+"""So much is filled before receivers hear of it."""
+
+# Torch splits a larger copy among OpenMP threads. A second pool of them, for the thread that publishes, makes
+# libgomp sleep at every barrier of the first: training or decoding in the process slows down 2.4 times.
+_ONE_THREAD = 32767
 
 
-def lay_out(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype | None) -> tuple[list[TensorSpec], int]:
-    """Where each tensor goes, still without a checksum, and the bytes of all. Floating-point tensors become
-    `dtype`, or stay as they are with None."""
-    specs, offset = [], 0
+def image_of(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype | None, align: int = ALIGN
+) -> tuple[tuple[TensorSpec, ...], int]:
+    """Where each tensor goes and the bytes of all. Floating-point tensors become `dtype`, or stay as they are."""
+    kinds = {}
     for name, tensor in tensors.items():
         kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        nbytes = tensor.numel() * kind.itemsize
-        specs.append(
-            TensorSpec(
-                name=name,
-                dtype=str(kind).removeprefix("torch."),
-                shape=tuple(tensor.shape),
-                offset=offset,
-                nbytes=nbytes,
-                checksum=0,
-            )
-        )
-        offset += -(-nbytes // ALIGN) * ALIGN
-    return specs, offset
+        shape = tuple(tensor.shape)
+        kinds[name] = (str(kind).removeprefix("torch."), shape, tensor.numel() * kind.itemsize)
+    return lay_out(kinds, align)
 
 
-def write(
-    specs: list[TensorSpec], tensors: Mapping[str, torch.Tensor], segment: torch.Tensor
-) -> tuple[TensorSpec, ...]:
-    """Cast and copy each tensor to its place in `segment` (bytes, on the CPU); returns the specs, checksummed."""
-    for spec in specs:
-        place(spec, segment).copy_(tensors[spec.name].detach())
-    sums = digests([segment[spec.offset : spec.offset + spec.nbytes] for spec in specs])
-    return tuple(
-        TensorSpec(
-            name=spec.name,
-            dtype=spec.dtype,
-            shape=spec.shape,
-            offset=spec.offset,
-            nbytes=spec.nbytes,
-            checksum=checksum,
-        )
-        for spec, checksum in zip(specs, sums, strict=True)
-    )
+def pack(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, Tensor],
+    image: Tensor,
+    advance: Callable[[int], None] = lambda filled: None,
+) -> None:
+    """Cast and copy each tensor to its place in `image`, bucket after bucket. `advance` hears how many bytes are
+    there; on CUDA once they really are, and once only."""
+    if image.device.type != "cpu":
+        # A launch costs more than what it copies of a small bucket.
+        pack_range(specs, tensors, 0, image)
+        torch.cuda.current_stream(image.device).synchronize()
+        advance(len(image))
+        return
+    for first in range(0, len(image), BUCKET_BYTES):
+        last = min(first + BUCKET_BYTES, len(image))
+        pack_range(specs, tensors, first, image[first:last])
+        advance(last)
 
 
-def read(specs: tuple[TensorSpec, ...], segment: torch.Tensor, standby: Mapping[str, torch.Tensor]) -> None:
-    """Copy each tensor from its place in `segment` into the standby tensor of its name, on any device."""
-    raw = segment.numpy()
-    for spec in specs:
-        target = standby[spec.name]
-        if target.device.type == "cpu" and target.is_contiguous():
-            # By NumPy, which starts no threads: a second pool of OpenMP threads in the process, for the thread that
-            # receives, makes libgomp sleep at every barrier of the first (decoding slowed down 2.4 times by it).
-            np.copyto(target.view(-1).view(torch.uint8).numpy(), raw[spec.offset : spec.offset + spec.nbytes])
-        else:
-            target.copy_(place(spec, segment))
+def pack_range(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor], first: int, bucket: Tensor) -> None:
+    """Fill `bucket` with the image's bytes from `first` on. Tensors may be cut anywhere between two elements."""
+    last, end = first + len(bucket), first
+    begin = bisect_right(specs, first, key=lambda spec: spec.offset) - 1
+    for spec in specs[max(begin, 0) :]:
+        if spec.offset >= last:
+            break
+        start, stop = max(first, spec.offset), min(last, spec.offset + spec.nbytes)
+        if start >= stop:
+            continue
+        if end < start:
+            bucket[end - first : start - first].zero_()
+        dtype = getattr(torch, spec.dtype)
+        elements = slice((start - spec.offset) // dtype.itemsize, (stop - spec.offset) // dtype.itemsize)
+        source = tensors[spec.name].detach().reshape(-1)
+        _cast(source[elements], bucket[start - first : stop - first].view(dtype))
+        end = stop
+    if end < last:
+        bucket[end - first :].zero_()
 
 
-def place(spec: TensorSpec, segment: torch.Tensor) -> torch.Tensor:
-    """The part of `segment` that holds the tensor, as one."""
-    raw = segment[spec.offset : spec.offset + spec.nbytes]
+def place(spec: TensorSpec, image: Tensor) -> Tensor:
+    """The part of `image` that holds the tensor, as one."""
+    raw = image[spec.offset : spec.offset + spec.nbytes]
     return raw.view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def copy_bytes(source: Tensor, target: Tensor) -> None:
+    """From one contiguous uint8 tensor to another of its length."""
+    if source.device.type == "cpu" and target.device.type == "cpu":
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source, non_blocking=True)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, without a copy."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _cast(source: Tensor, target: Tensor) -> None:
+    """Between flat tensors."""
+    if target.device.type != "cpu" or source.device.type != "cpu":
+        target.copy_(source, non_blocking=True)
+    elif source.dtype == target.dtype:
+        copy_bytes(flat_bytes(source), flat_bytes(target))
+    elif torch.get_num_threads() == 1:
+        target.copy_(source)
+    else:
+        for part, there in zip(source.split(_ONE_THREAD), target.split(_ONE_THREAD), strict=True):
+            there.copy_(part)

@@ -1,58 +1,102 @@
-"""How weights travel. A channel joins a sender with its receivers; each transport's two ends share a file."""
+"""How weights travel. A channel joins an outlet with its inlets; each transport's two ends share a file."""
 
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from typing import TYPE_CHECKING, Any
 
+from headrace.errors import ConfigError
+
 if TYPE_CHECKING:
-    from headrace.sync.base import Receiver, Sender
+    from headrace.sync.base import Inlet, Outlet
 
 
-def open_channel(transport: str, dtype: str | None = None) -> dict[str, Any]:
-    """What both ends are given; weights are published as `dtype` ("bfloat16"), or as they are with None.
+def open_channel(
+    transport: str, *, folder: str | None = None, host: str = "127.0.0.1", port: int = 0, **options: Any
+) -> dict[str, Any]:
+    """What both ends are given.
 
-    Within one process it holds the shelf itself. For two processes it is plain data, `descriptor` being a file
-    descriptor that both must inherit under the same number and that the caller closes.
+    Within one process it holds the shelf itself. Otherwise it is plain data; `descriptor`, where there is one, is
+    a file descriptor that all processes must inherit under the same number and that the caller closes.
+
+    `folder` is for "files": where the versions are, under the same path for all processes. `host` is for "http" and
+    "collective", the address under which engines reach the trainer's machine; `port` for "http", 0 being any that
+    is free. `options` are the collective outlet's.
     """
     if transport == "in_process":
         from headrace.sync.transport.in_process import Shelf
 
-        return {"type": transport, "dtype": dtype, "shelf": Shelf()}
-    return {"type": transport, "dtype": dtype, "descriptor": create_segment()}
+        return {"transport": transport, "shelf": Shelf()}
+    if transport == "files":
+        if not folder:
+            remedy = "give one that the trainer and all engines reach under the same path"
+            raise ConfigError('the transport "files" needs a folder', folder, remedy)
+        return {"transport": transport, "folder": os.path.abspath(folder), "run": secrets.token_hex(4)}
+    if transport in ("http", "collective") and host in ("", "0.0.0.0", "::"):
+        rule = (
+            f'the transport "{transport}" serves at one address, under which engines reach the trainer\'s machine'
+        )
+        raise ConfigError(rule, host, "give that address")
+    if transport == "http":
+        return {"transport": transport, "host": host, "port": port, "token": secrets.token_hex(32)}
+    from headrace.sync.transport.shared_memory import create_segment
+
+    channel = {"transport": transport, "descriptor": create_segment()}
+    return {**channel, "host": host, **options} if transport == "collective" else channel
 
 
-def open_sender(channel: dict[str, Any]) -> Sender:
+def open_outlet(channel: dict[str, Any]) -> Outlet:
     """The trainer's end."""
-    import torch
+    transport = channel["transport"]
+    if transport == "in_process":
+        from headrace.sync.transport.in_process import InProcessOutlet
 
-    dtype = getattr(torch, channel["dtype"]) if channel.get("dtype") else None
-    if channel["type"] == "in_process":
-        from headrace.sync.transport.in_process import InProcessSender
+        return InProcessOutlet(channel["shelf"])
+    if transport == "files":
+        from headrace.sync.transport.files import FilesOutlet
 
-        return InProcessSender(channel["shelf"], dtype)
-    from headrace.sync.transport.shared_memory import SharedMemorySender
+        return FilesOutlet(channel["folder"], channel["run"])
+    if transport == "http":
+        from headrace.sync.transport.http import HttpOutlet
 
-    return SharedMemorySender(channel["descriptor"], dtype)
+        return HttpOutlet(channel["host"], channel["port"], channel["token"])
+    if transport == "collective":
+        from headrace.sync.transport.collective import CollectiveOutlet
+
+        return CollectiveOutlet(**{name: value for name, value in channel.items() if name != "transport"})
+    if transport == "cuda_ipc":
+        from headrace.sync.transport.cuda_ipc import CudaIpcOutlet
+
+        return CudaIpcOutlet(channel["descriptor"])
+    from headrace.sync.transport.shared_memory import SharedMemoryOutlet
+
+    return SharedMemoryOutlet(channel["descriptor"])
 
 
-def open_receiver(channel: dict[str, Any]) -> Receiver:
-    """An engine's end."""
-    if channel["type"] == "in_process":
-        from headrace.sync.transport.in_process import InProcessReceiver
+def open_inlet(channel: dict[str, Any], name: str) -> Inlet:
+    """The end of the engine of this name."""
+    transport = channel["transport"]
+    if transport == "in_process":
+        from headrace.sync.transport.in_process import InProcessInlet
 
-        return InProcessReceiver(channel["shelf"])
-    from headrace.sync.transport.shared_memory import SharedMemoryReceiver
+        return InProcessInlet(channel["shelf"])
+    if transport == "files":
+        from headrace.sync.transport.files import FilesInlet
 
-    return SharedMemoryReceiver(channel["descriptor"])
+        return FilesInlet()
+    if transport == "http":
+        from headrace.sync.transport.http import HttpInlet
 
+        return HttpInlet(channel["token"])
+    if transport == "collective":
+        from headrace.sync.transport.collective import CollectiveInlet
 
-def create_segment() -> int:
-    """A descriptor of an empty anonymous file, in memory where the system has such files. Processes started with
-    it in `pass_fds` inherit it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("headrace-weights")
-    descriptor, path = tempfile.mkstemp(prefix="headrace-weights-")
-    os.unlink(path)
-    return descriptor
+        return CollectiveInlet(name, descriptor=channel["descriptor"])
+    if transport == "cuda_ipc":
+        from headrace.sync.transport.cuda_ipc import CudaIpcInlet
+
+        return CudaIpcInlet(channel["descriptor"])
+    from headrace.sync.transport.shared_memory import SharedMemoryInlet
+
+    return SharedMemoryInlet(channel["descriptor"])

@@ -1,64 +1,79 @@
-"""Weights within one process: the sender packs a copy, the receiver reads it."""
+"""Weights within one process: the sender fills a shelf, receivers read it, on whatever device it is."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from headrace.errors import SyncError
-from headrace.records import WeightVersion
-from headrace.sync.base import Manifest
-from headrace.sync.payload import full
+from headrace.sync.base import Destination, Manifest, Stream
+from headrace.sync.deadline import Deadline
+from headrace.sync.layout import ALIGN
 
 NAME = "in_process"
 
 
 class Shelf:
-    """What both ends share: the bytes on offer and the number of the `send` that put them there."""
+    """What both ends share: the bytes on offer, how many are there, and the number of the stream they are."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.generation = 0
-        self.segment = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.state = (0, 0)
+        """(generation, filled), replaced together."""
 
 
-class InProcessSender:
-    def __init__(self, shelf: Shelf, dtype: torch.dtype | None = None):
-        self._shelf = shelf
-        self._dtype = dtype
+class InProcessOutlet:
+    name = NAME
+    align = ALIGN
+    keeps = False
 
-    def send(self, version: WeightVersion, tensors: Mapping[str, torch.Tensor]) -> Manifest:
-        """Put a copy on the shelf, cast to the published dtype. Waits for a `receive` that is under way."""
-        specs, nbytes = full.lay_out(tensors, self._dtype)
-        with self._shelf.lock:
-            if self._shelf.segment.numel() < nbytes:
-                self._shelf.segment = torch.empty(nbytes, dtype=torch.uint8)
-            self._shelf.generation += 1
-            written = full.write(specs, tensors, self._shelf.segment)
-            location = {"generation": self._shelf.generation}
-        return Manifest(
-            version=version, payload=full.NAME, transport=NAME, tensors=written, nbytes=nbytes, location=location
-        )
-
-    def close(self) -> None:
-        with self._shelf.lock:
-            self._shelf.generation += 1
-            self._shelf.segment = torch.empty(0, dtype=torch.uint8)
-
-
-class InProcessReceiver:
     def __init__(self, shelf: Shelf):
         self._shelf = shelf
 
-    def receive(self, manifest: Manifest, standby: Mapping[str, torch.Tensor]) -> None:
-        with self._shelf.lock:
-            if manifest.location.get("generation") != self._shelf.generation:
-                raise SyncError(
-                    "transfer", NAME, f"version {manifest.version.number} is no longer on offer: a later one is"
-                )
-            full.read(manifest.tensors, self._shelf.segment, standby)
+    def open(self, draft: Manifest, to: Sequence[Destination], device: torch.device) -> Tensor:
+        nbytes, shelf = draft.streams[-1].nbytes, self._shelf
+        shelf.state = (shelf.state[0] + 1, 0)
+        if shelf.memory.device != device or len(shelf.memory) < nbytes:
+            shelf.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return shelf.memory[:nbytes]
+
+    def location(self) -> dict[str, Any]:
+        return {"generation": self._shelf.state[0]}
+
+    def advance(self, filled: int) -> None:
+        self._shelf.state = (self._shelf.state[0], filled)
+
+    def reopen(self, to: Sequence[Destination]) -> dict[str, Any]:
+        return self.location()
+
+    def retain(self, numbers: Sequence[int]) -> None: ...
 
     def close(self) -> None:
-        pass
+        self._shelf.state = (self._shelf.state[0] + 1, 0)
+        self._shelf.memory = torch.empty(0, dtype=torch.uint8)
+
+
+class InProcessInlet:
+    def __init__(self, shelf: Shelf):
+        self._shelf = shelf
+
+    def chunks(self, stream: Stream, deadline: Deadline, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        done = 0
+        while True:
+            generation, filled = self._shelf.state
+            if generation != stream.location.get("generation"):
+                why = f"version {stream.number} was replaced by a later one after {done} of {stream.nbytes} bytes"
+                raise SyncError("transfer", NAME, why)
+            if done == stream.nbytes:
+                return
+            if filled == done:
+                deadline.pause()
+                continue
+            deadline.progress()
+            yield done, self._shelf.memory[done:filled]
+            done = filled
+
+    def close(self) -> None: ...
