@@ -14,6 +14,7 @@ PAGE = HERE.parent / "docs" / "benchmarks.md"
 COMMANDS = {
     "engine": "headrace bench engine --json",
     "loop": "headrace bench loop --json",
+    "sync": "headrace bench sync --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
 }
 

@@ -10,7 +10,11 @@ from headrace.config.overrides import parse_override
 from headrace.errors import ConfigError
 from headrace.references import resolve
 
-BENCHMARKS = {"loop": "headrace.bench.loop:run", "engine": "headrace.bench.engine:run"}
+BENCHMARKS = {
+    "loop": "headrace.bench.loop:run",
+    "engine": "headrace.bench.engine:run",
+    "sync": "headrace.bench.sync:run",
+}
 """Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 
 
