@@ -201,7 +201,9 @@ class _Place(NamedTuple):
 
     def of(self, block: Tensor) -> Tensor:
         """What lies there."""
-        return block[self.first : self.last].view(self.dtype).view(self.shape)
+        # Whatever the caller's mode: a view made in inference mode could not be written outside of it.
+        with torch.inference_mode(False):
+            return block[self.first : self.last].view(self.dtype).view(self.shape)
 
 
 def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
