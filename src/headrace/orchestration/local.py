@@ -126,9 +126,10 @@ class _Run:
                 pipeline = await self._attempt()
                 break
             except ComponentDied as error:
-                # A dead engine is replaced within the run. What the trainer had in memory is gone with it.
+                # Others are replaced within the run, as often as they may be. What the trainer had is gone with it.
                 self._restarts["run"] += 1
-                if self._pipeline is None or self._restarts["run"] > self._config.limits.restarts:
+                again = error.who == "trainer" and self._restarts["run"] <= self._config.limits.restarts
+                if self._pipeline is None or not again:
                     raise
                 self._say(f"{error}. The run goes on from its last checkpoint")
                 self._resume = True

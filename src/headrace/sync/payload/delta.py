@@ -24,7 +24,6 @@ from headrace.sync.payload.regions import Region, chunks
 
 __all__ = ["Frame", "Region", "apply", "chunks", "delta_entropy", "encode", "encode_chunk", "frames"]
 
-NAME = "delta"
 _MAX_THREADS = 8
 
 
