@@ -8,6 +8,7 @@ reading thread  sorts messages to the two                ─┘
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,9 @@ if TYPE_CHECKING:
     from headrace.sync import Receiver
 
 
+_TURN_S = 0.0005
+"""After so long the main thread lets others run Python. By default it is 5 ms, which the stages of a publication
+would wait for again and again."""
 _PATIENCE = 0.9
 """Share of a stage's deadline after which an engine itself stops waiting for a sender, and says so: one that says
 nothing by the deadline is stuck."""
@@ -98,6 +102,7 @@ class EngineServer:
         self._channel.send(EngineReady(call=0))
 
     def serve(self) -> None:
+        sys.setswitchinterval(_TURN_S)
         while True:
             if not self._may_step:
                 with self._watch.state("idle"):

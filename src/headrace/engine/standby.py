@@ -29,6 +29,8 @@ class StandbyThread:
         self._receiver = receiver
         self._answer = answer
         self._manifest: Manifest | None = None
+        self._buffers: Mapping[str, Any] = {}
+        """Where what was announced goes, until it is swapped in or forgotten."""
         self._verified = False
         self._served: dict[str | None, Manifest] = {}
         """What was swapped in last, by adapter; None: of the model itself."""
@@ -75,7 +77,7 @@ class StandbyThread:
         self.forget()
 
     def forget(self) -> None:
-        self._manifest, self._verified = None, False
+        self._manifest, self._buffers, self._verified = None, {}, False
 
     def _run(self) -> None:
         with _own_stream(self._engine):
@@ -94,20 +96,21 @@ class StandbyThread:
         engine, receiver = self._engine, self._receiver
         if isinstance(record, Announce):
             self.forget()
-            receiver.check(record.manifest, self._buffers(record.manifest), has=engine.version)
-            self._manifest = record.manifest
+            adapter = record.manifest.adapter
+            buffers = engine.standby if adapter is None else engine.adapter_standby(adapter)
+            receiver.check(record.manifest, buffers, has=engine.version)
+            self._manifest, self._buffers = record.manifest, buffers
             return Ok(call=record.call)
         number = record.seal.number if isinstance(record, Verify) else record.number
         manifest = self._manifest
         if manifest is None or manifest.version.number != number:
             stage = type(record).__name__.lower()
             raise SyncError(stage, engine.name, f"version {number} was not announced")
-        buffers = self._buffers(manifest)
         self._verified = False
         if isinstance(record, Transfer):
-            receiver.receive(manifest, buffers, has=engine.version, refresh=engine.refresh_standby)
+            receiver.receive(manifest, self._buffers, has=engine.version, refresh=engine.refresh_standby)
         else:
-            receiver.verify(manifest, record.seal, buffers)
+            receiver.verify(manifest, record.seal, self._buffers)
             self._verified = True
         return Ok(call=record.call)
 
@@ -119,9 +122,6 @@ class StandbyThread:
             raise HeadraceError(rule, "none", "publish one first")
         seal = self._receiver.fingerprint(manifest, self._engine.live(record.adapter))
         return TellFingerprint(call=record.call, seal=seal)
-
-    def _buffers(self, manifest: Manifest) -> Mapping[str, Any]:
-        return self._engine.standby if manifest.adapter is None else self._engine.adapter_standby(manifest.adapter)
 
 
 def _own_stream(engine: NativeEngine) -> Any:

@@ -112,13 +112,13 @@ def _table(pieces: np.ndarray, device: torch.device) -> Tensor:
     return table.to(device, non_blocking=True)
 
 
-def plan(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
+def plan(addresses: Sequence[int], sizes: Sequence[int], piece: int = PIECE) -> np.ndarray:
     """(pieces, 2), uint64: each piece's address and bytes, given those of the tensors."""
     size = np.array(sizes, np.int64)
-    counts = -(-size // PIECE)
-    start = PIECE * (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts))
+    counts = -(-size // piece)
+    start = piece * (np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts))
     address = np.repeat(np.array(addresses, np.int64), counts) + start
-    nbytes = np.minimum(np.repeat(size, counts) - start, PIECE)
+    nbytes = np.minimum(np.repeat(size, counts) - start, piece)
     return np.stack([address, nbytes], axis=1).astype(np.uint64)
 
 

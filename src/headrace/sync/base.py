@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from headrace.sync.deadline import Deadline
 
 
-class TensorSpec(Record):
+class TensorSpec(Record, eq=True):
     """One tensor of a version and its place in the image."""
 
     name: str
@@ -35,7 +35,7 @@ class TensorSpec(Record):
     nbytes: int
 
 
-class AdapterSpec(Record):
+class AdapterSpec(Record, eq=True):
     """A LoRA adapter: y = W x + (alpha / rank) · B (A x) for each target module."""
 
     name: str

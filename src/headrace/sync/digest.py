@@ -13,6 +13,8 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,7 +56,11 @@ class Digester:
             places_on.setdefault(tensor.device, []).append(place)
         # Devices first: they work while the CPU does.
         self._parts = [
-            (places, _pieces_of([tensors[place] for place in places], device, targets))
+            (
+                places,
+                Words([self._sizes[place] for place in places]),
+                _pieces_of([tensors[place] for place in places], device, targets),
+            )
             for device, places in sorted(places_on.items(), key=lambda item: item[0].type == "cpu")
         ]
 
@@ -64,29 +70,36 @@ class Digester:
 
     def begin(self) -> Callable[[], list[int]]:
         """Devices begin now; what is returned waits for them and has the digests."""
-        found = [(places, begin()) for places, begin in self._parts]
+        found = [(places, words, begin()) for places, words, begin in self._parts]
 
         def outcome() -> list[int]:
-            pieces: dict[int, np.ndarray] = {}
-            for places, own in found:
-                pieces |= zip(places, split(own(), [self._sizes[place] for place in places]), strict=True)
-            return [joined(pieces[place], size) for place, size in enumerate(self._sizes)]
+            digests = [0] * len(self._sizes)
+            for places, words, own in found:
+                for place, digest in zip(places, words.digests(own()), strict=True):
+                    digests[place] = digest
+            return digests
 
         return outcome
 
 
 def copies_on_the_way(*ends: torch.Tensor) -> bool:
     """Whether tensors between these two are copied and digested in one pass."""
-    has_kernel = importlib.util.find_spec("triton") is not None
-    aligned = all(end.data_ptr() % ALIGN == 0 for end in ends)
-    return has_kernel and aligned and ends[0].device == ends[1].device and ends[0].device.type == "cuda"
+    if ends[0].device.type != "cuda" or ends[0].device != ends[1].device:
+        return False
+    return all(end.data_ptr() % ALIGN == 0 for end in ends) and has_kernels()
+
+
+@cache
+def has_kernels() -> bool:
+    """For tensors on CUDA."""
+    return importlib.util.find_spec("triton") is not None
 
 
 def _pieces_of(
     tensors: Sequence[torch.Tensor], device: torch.device, targets: Sequence[torch.Tensor]
 ) -> Callable[[], Callable[[], np.ndarray]]:
     """Begins to digest all pieces, tensor after tensor; what it returns waits for them."""
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+    if device.type == "cuda" and has_kernels():
         from headrace.kernels.digest import Pieces
 
         prepared = Pieces(tensors, targets)
@@ -100,14 +113,24 @@ def _pieces_of(
     return lambda: lambda: here(tensors)
 
 
-def split(pieces: np.ndarray, sizes: Sequence[int]) -> list[np.ndarray]:
-    """The pieces of each tensor, given those of all and the tensors' bytes."""
-    return np.split(pieces, np.cumsum([-(-size // PIECE) for size in sizes])[:-1])
+class Words:
+    """The words that tensors' digests are of: their pieces' digests, and behind those of each its length."""
 
+    def __init__(self, sizes: Sequence[int]):
+        nbytes = np.array(sizes, np.int64)
+        ends = np.cumsum(-(-nbytes // PIECE) + 1)
+        self._words = np.zeros(ends[-1] if len(ends) else 0, "<u8")
+        self._words[ends - 1] = nbytes
+        self._of_pieces = np.ones(len(self._words), bool)
+        self._of_pieces[ends - 1] = False
+        bounds = [0, *(8 * ends).tolist()]
+        self._bounds = list(pairwise(bounds))
 
-def joined(pieces: np.ndarray, nbytes: int) -> int:
-    """A tensor's digest, given its pieces' and its bytes."""
-    return xxhash.xxh3_64_intdigest(pieces.astype("<u8").tobytes() + nbytes.to_bytes(8, "little"))
+    def digests(self, pieces: np.ndarray) -> list[int]:
+        """Each tensor's, given the digests of all pieces, tensor after tensor."""
+        self._words[self._of_pieces] = pieces
+        raw = self._words.view(np.uint8).data
+        return [xxhash.xxh3_64_intdigest(raw[first:last]) for first, last in self._bounds]
 
 
 def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> np.ndarray:

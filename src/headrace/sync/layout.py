@@ -7,7 +7,7 @@ Where an engine's buffers have the image's very layout, a version arrives by pla
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from headrace.sync.base import TensorSpec
 
@@ -36,11 +36,6 @@ def lay_out(tensors: Mapping[str, Kind], align: int = ALIGN) -> tuple[tuple[Tens
             placed.add(member)
             end += nbytes
     return tuple(specs), end
-
-
-def signature(specs: Sequence[TensorSpec]) -> tuple[object, ...]:
-    """Equal where the layouts are."""
-    return tuple((spec.name, spec.dtype, tuple(spec.shape), spec.offset) for spec in specs)
 
 
 def neighbours(name: str, tensors: Mapping[str, Kind]) -> tuple[str, ...]:

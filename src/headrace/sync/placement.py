@@ -33,7 +33,8 @@ class Placement:
     the two do not fit."""
 
     def __init__(self, tensors: Sequence[TensorSpec], nbytes: int, buffers: Mapping[str, Tensor], who: str):
-        self._specs, self._who = tensors, who
+        self._specs, self._nbytes, self._buffers, self._who = tensors, nbytes, buffers, who
+        self._addresses = _addresses(buffers)
         self._views = _views(tensors, buffers, who)
         self._parts = sorted(
             (
@@ -47,13 +48,21 @@ class Placement:
         self._copies: tuple[int, Digester] | None = None
         self._arrived: Callable[[], list[int]] | None = None
         """The digests of what was written last, where they were found on the way."""
+        self._aligned = bool(self._parts) and all(
+            place % ALIGN == 0 for part in self._parts for place in (part.first, part.target.data_ptr())
+        )
         self.block = _one_block(self._parts, nbytes)
         """All of the buffers as one run of bytes in the image's own layout, where they are that."""
+
+    def pairs(self, tensors: Sequence[TensorSpec], buffers: Mapping[str, Tensor]) -> bool:
+        """Whether it is of these two."""
+        same = buffers is self._buffers or _addresses(buffers) == self._addresses
+        return same and tensors == self._specs
 
     def write(self, offset: int, chunk: Tensor) -> None:
         """Put bytes of the image, from `offset` on, where they belong."""
         self._arrived = None
-        if self.block is not None and len(chunk) == len(self.block) and self._copies_on_the_way(chunk):
+        if len(chunk) == self._nbytes and self._aligned and copies_on_the_way(chunk, self._parts[0].target):
             self._arrived = self._copier(chunk).begin()
             return
         if self.block is not None:
@@ -116,10 +125,6 @@ class Placement:
             self._digester = Digester([view for _, view in self._views])
         return self._digester.digests()
 
-    def _copies_on_the_way(self, image: Tensor) -> bool:
-        assert self.block is not None
-        return copies_on_the_way(image, self.block) and all(spec.offset % ALIGN == 0 for spec in self._specs)
-
     def _copier(self, image: Tensor) -> Digester:
         """Copies a whole image into the buffers and digests it on the way."""
         if self._copies is None or self._copies[0] != image.data_ptr():
@@ -158,6 +163,10 @@ def _views(tensors: Sequence[TensorSpec], buffers: Mapping[str, Tensor], who: st
         buffer = buffers[move.target]
         views.append((place[move.source], buffer[move.first : move.last] if buffer.dim() else buffer))
     return views
+
+
+def _addresses(buffers: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    return [(name, buffer.data_ptr()) for name, buffer in buffers.items()]
 
 
 def kind_of(tensor: Tensor) -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 
 from torch import Tensor
@@ -9,7 +10,6 @@ from torch import Tensor
 from headrace.errors import SyncError
 from headrace.sync.base import Inlet, Manifest, Seal, Stream
 from headrace.sync.deadline import Deadline
-from headrace.sync.layout import signature
 from headrace.sync.payload.delta import frames
 from headrace.sync.placement import Placement, checksums
 
@@ -24,7 +24,7 @@ class Receiver:
         self._inlet = inlet
         self._deadline_s = deadline_s
         self._who = who
-        self._placements: dict[tuple[object, ...], Placement] = {}
+        self._placements: deque[Placement] = deque(maxlen=_PAIRINGS)
 
     def check(self, manifest: Manifest, standby: Mapping[str, Tensor], *, has: int | None = None) -> None:
         """Stage 1: raise SyncError("announce", …) unless every buffer is written exactly once, nothing is left
@@ -78,9 +78,8 @@ class Receiver:
 
     def _placement(self, manifest: Manifest, standby: Mapping[str, Tensor]) -> Placement:
         """The buffers of one side have the same addresses each time it is their turn."""
-        key = (signature(manifest.tensors), tuple((name, buffer.data_ptr()) for name, buffer in standby.items()))
-        if key not in self._placements:
-            while len(self._placements) >= _PAIRINGS:
-                del self._placements[next(iter(self._placements))]
-            self._placements[key] = Placement(manifest.tensors, manifest.nbytes, standby, self._who)
-        return self._placements[key]
+        for known in self._placements:
+            if known.pairs(manifest.tensors, standby):
+                return known
+        self._placements.append(Placement(manifest.tensors, manifest.nbytes, standby, self._who))
+        return self._placements[-1]

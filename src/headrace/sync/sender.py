@@ -19,10 +19,9 @@ from torch import Tensor
 from headrace.errors import SyncError
 from headrace.records import WeightVersion
 from headrace.sync.base import AdapterSpec, Destination, Manifest, Outlet, Seal, Stream
-from headrace.sync.digest import digests
 from headrace.sync.held import Held
-from headrace.sync.layout import signature
-from headrace.sync.payload.full import copy_bytes, image_of, pack, place
+from headrace.sync.payload.full import copy_bytes
+from headrace.sync.payload.packer import Packer
 
 WORTH = 0.7
 """A delta of more than this share of the image is not worth its trouble."""
@@ -43,7 +42,7 @@ class Sender:
         `anchor_every`-th version is offered whole."""
         self._outlet = outlet
         self._payload = payload
-        self._dtype = dtype
+        self._packer = Packer(dtype, outlet.align)
         self._anchor_every = anchor_every
         self._since_anchor = 0
         self._held: Held | None = None
@@ -75,7 +74,7 @@ class Sender:
         """Begin to offer a version to these engines. The tensors must not change before `pack` has returned."""
         if not tensors:
             raise SyncError("announce", "trainer", f"version {version.number} has no tensors")
-        specs, nbytes = image_of(tensors, self._dtype, self._outlet.align)
+        specs, nbytes = self._packer.image_of(tensors)
         before = self._manifest.streams if self._manifest is not None and self._outlet.keeps else ()
         self._manifest = self._seal = self._fill = self._image = None
         draft = Manifest(
@@ -89,7 +88,9 @@ class Sender:
         )
         if self._payload == "delta":
             return self._stage_changes(draft, tensors, to)
-        return self._offer_whole(draft, to, _device(tensors), lambda image: pack(specs, tensors, image, self._tell))
+        return self._offer_whole(
+            draft, to, _device(tensors), lambda image: self._packer.pack(specs, tensors, image, self._tell)
+        )
 
     def pack(self) -> Seal:
         """Complete the version that was staged."""
@@ -124,16 +125,17 @@ class Sender:
 
     def close(self) -> None:
         self._held = self._manifest = self._seal = self._fill = self._image = None
+        self._packer.forget()
         self._outlet.close()
 
     def _checksums(self, manifest: Manifest) -> tuple[int, ...]:
         """Of the tensors as they are now in the image."""
         assert self._image is not None
-        return tuple(digests([place(spec, self._image) for spec in manifest.tensors]))
+        return self._packer.checksums(manifest.tensors, self._image)
 
     def _stage_changes(self, draft: Manifest, tensors: Mapping[str, Tensor], to: Sequence[Destination]) -> Manifest:
         held = self._held
-        if held is None or signature(held.specs) != signature(draft.tensors):
+        if held is None or held.specs != draft.tensors:
             held = Held(draft.tensors, draft.nbytes, _device(tensors))
         base, self._held = held.number, None
         # A version that is staged anew is no change of itself.

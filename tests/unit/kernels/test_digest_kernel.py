@@ -54,8 +54,7 @@ def test_a_digest_does_not_depend_on_how_many_blocks_are_read_at_once(
 def test_tensors_digests_are_those_of_the_cpu() -> None:
     tensors = [draw(5000), draw(0), draw(PIECE + 8, 1)]
     sizes = [tensor.nbytes for tensor in tensors]
-    pieces = reference.split(piece_digests(tensors).cpu().numpy(), sizes)
-    joined = [reference.joined(own, size) for own, size in zip(pieces, sizes, strict=True)]
+    joined = reference.Words(sizes).digests(piece_digests(tensors).cpu().numpy())
     assert joined == reference.digests([tensor.cpu() for tensor in tensors])
 
 

@@ -138,7 +138,8 @@ def test_bytes_that_are_copied_from_a_device_without_a_kernel_have_the_same_dige
     monkeypatch.setattr(module, "_SPAN", PIECE)
     tensors = [torch.from_numpy(draw(size, size)) for size in SIZES]
     tensors += [torch.ones(70, 900, dtype=torch.bfloat16).T, torch.tensor(3.0)]
-    found = [module.joined(module._through_the_cpu([tensor]), tensor.nbytes) for tensor in tensors]
+    words = module.Words([tensor.nbytes for tensor in tensors])
+    found = words.digests(module._through_the_cpu(tensors))
     assert found == digests(tensors)
 
 

@@ -25,7 +25,7 @@ from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of
 from headrace.bench.sync import lesson
 from headrace.bench.sync.delta import TINY, Run, run_config
-from headrace.bench.sync.served import served
+from headrace.bench.sync.served import served, stages_ms
 from headrace.errors import HeadraceError
 from headrace.models import ModelConfig, parameter_shapes
 from headrace.orchestration.local import train
@@ -149,7 +149,7 @@ async def _measure_live(
             "beyond_two_steps_ms": statistics.median(total) - 2 * step_ms,
             "host_pause_ms": host_pause_ms,
             **({"device_gap_ms_max": max(gaps)} if gaps else {}),
-            **{f"{stage}_ms": 1e3 * spent for stage, spent in done[-1][1].stages.items()},
+            **stages_ms(published for _, published in done),
         }
     )
     figures = {

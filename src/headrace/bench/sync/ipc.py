@@ -16,7 +16,7 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
-from headrace.bench.sync.served import served
+from headrace.bench.sync.served import served, stages_ms
 from headrace.records import WeightVersion
 from headrace.sync import open_channel, open_sender
 from headrace.sync.base import Destination
@@ -81,7 +81,6 @@ async def _measure(shape: str, seed: int) -> tuple[list[dict[str, Any]], dict[st
                 await asyncio.sleep(0.1)
             gaps = await there.gaps_ms()
             seconds = [published.seconds for _, published in done]
-            stages = done[-1][1].stages
             return drive.kept(
                 {
                     "part": "cuda ipc",
@@ -94,7 +93,7 @@ async def _measure(shape: str, seed: int) -> tuple[list[dict[str, Any]], dict[st
                     "over_copy_limit": statistics.median(seconds) / limit_s,
                     "pack_ms": 1e3 * statistics.median(one[0] for one in done),
                     "host_pause_ms": 1e3 * max(published.pause_s for _, published in done),
-                    **{f"{stage}_ms": 1e3 * spent for stage, spent in stages.items()},
+                    **stages_ms(published for _, published in done),
                     "device_gap_ms_max": max(gaps, default=0.0),
                 }
             )

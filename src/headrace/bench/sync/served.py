@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from headrace.engine.messages import EngineReady
 from headrace.engine.remote import RemoteEngine
 from headrace.orchestration.processes import ready, spawn
 from headrace.records import Record, message
+from headrace.sync.schedule import Published
 
 DEADLINE_S = 60.0
 DECODED = 48
@@ -64,6 +66,15 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
             return super()._handle(record)
 
     Server(sock, engine, receiver).serve()
+
+
+def stages_ms(versions: Iterable[Published]) -> dict[str, float]:
+    """The median time of each stage."""
+    spent: dict[str, list[float]] = {}
+    for version in versions:
+        for stage, seconds in version.stages.items():
+            spent.setdefault(f"{stage}_ms", []).append(1e3 * seconds)
+    return {stage: statistics.median(times) for stage, times in spent.items()}
 
 
 class Served:
