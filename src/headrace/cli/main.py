@@ -103,7 +103,7 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure: loop.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure: loop, engine or sync.")],
     sets: Sets = None,
     json: Json = False,
 ) -> None:

@@ -65,7 +65,7 @@ class Work:
 
 
 QUICKSTART = Work("quickstart")
-ON_GPU = Work("0.6b", groups=4, prompt=256, completion=512, blocks=5)
+ON_GPU = Work("0.6b", groups=2, prompt=256, completion=512, blocks=4)
 TINY = Work("quickstart", groups=2, group_size=4, running=4, blocks=2)
 TINY_ON_GPU = Work("tiny", groups=2, group_size=4, running=4, blocks=2)
 
