@@ -109,6 +109,9 @@ def _pieces_of(
             return lambda: found.cpu().numpy()
 
         return launch
+    if device.type == "cpu" and all(tensor.is_contiguous() for tensor in tensors):
+        raw = [_bytes_of(tensor) for tensor in tensors]
+        return lambda: lambda: _pieces_of_all(raw)
     here = _on_the_cpu if device.type == "cpu" else _through_the_cpu
     return lambda: lambda: here(tensors)
 
@@ -133,9 +136,17 @@ class Words:
         return [xxhash.xxh3_64_intdigest(raw[first:last]) for first, last in self._bounds]
 
 
+def digests_of_bytes(parts: Sequence[memoryview]) -> list[int]:
+    """As of tensors that have these bytes."""
+    return Words([len(part) for part in parts]).digests(_pieces_of_all(parts))
+
+
 def _on_the_cpu(tensors: Sequence[torch.Tensor]) -> np.ndarray:
     """The digests of all pieces."""
-    raw = [_bytes_of(tensor) for tensor in tensors]
+    return _pieces_of_all([_bytes_of(tensor) for tensor in tensors])
+
+
+def _pieces_of_all(raw: Sequence[memoryview]) -> np.ndarray:
     spans = [span for one in raw for span in _spans(one)]
     if sum(map(len, spans)) < _PARALLEL_BYTES:
         found = [_pieces(span) for span in spans]

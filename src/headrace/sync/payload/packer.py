@@ -1,26 +1,24 @@
 """Fills images from a trainer's tensors, version after version, and tells their checksums.
 
-What a version's image looks like, and on a GPU the tables of its kernels, depend on names, shapes and addresses
-alone. Those stay from one step to the next, so they are prepared once.
+What an image looks like, where its tensors come from and on a GPU the tables of its kernels depend on names, shapes
+and addresses alone. Those stay from one step to the next, so they are prepared once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from headrace.sync.base import TensorSpec
-from headrace.sync.digest import Digester, has_kernels
+from headrace.sync.digest import Digester, digests_of_bytes, has_kernels
 from headrace.sync.layout import ALIGN
-from headrace.sync.payload.full import image_of, pack, place
-
-if TYPE_CHECKING:
-    from headrace.kernels.cast import Casts
+from headrace.sync.payload.full import BUCKET_BYTES, flat_bytes, image_of, pack, place
 
 Specs = tuple[TensorSpec, ...]
+Advance = Callable[[int], None]
 
 
 class Packer:
@@ -29,9 +27,9 @@ class Packer:
         self._dtype, self._align = dtype, align
         self._kinds: tuple[object, ...] = ()
         self._layout: tuple[Specs, int] = (), 0
-        self._ends: tuple[object, ...] = ()
-        self._casts: Casts | None = None
-        self._image: tuple[int, Specs] = 0, ()
+        self._pairing: tuple[object, ...] = ()
+        self._way: _OnCpu | _OnCuda | None = None
+        self._digested: tuple[int, Specs] = 0, ()
         self._digester: Digester | None = None
 
     def image_of(self, tensors: Mapping[str, Tensor]) -> tuple[Specs, int]:
@@ -41,45 +39,90 @@ class Packer:
             self._kinds, self._layout = kinds, image_of(tensors, self._dtype, self._align)
         return self._layout
 
-    def pack(
-        self, specs: Specs, tensors: Mapping[str, Tensor], image: Tensor, advance: Callable[[int], None]
-    ) -> None:
+    def pack(self, specs: Specs, tensors: Mapping[str, Tensor], image: Tensor, advance: Advance) -> None:
         """As `full.pack`."""
-        if image.device.type != "cuda" or not has_kernels():
-            pack(specs, tensors, image, advance)
-            return
         sources = [tensors[spec.name] for spec in specs]
         found = tuple((source.data_ptr(), source.dtype, source.is_contiguous()) for source in sources)
-        ends = image.data_ptr(), specs, found
-        if ends != self._ends:
-            self._prepare(specs, sources, image)
-            self._ends = ends
-        if self._casts is None:
+        # On the CPU an image may lie elsewhere each time.
+        address = image.data_ptr() if image.device.type == "cuda" else 0
+        if (address, specs, found) != self._pairing:
+            self._pairing = address, specs, found
+            self._way = next(
+                (way(specs, sources, image) for way in _WAYS if way.is_for(specs, sources, image)), None
+            )
+        if self._way is None:
             pack(specs, tensors, image, advance)
-            return
+        else:
+            self._way.pack(image, advance)
+
+    def checksums(self, specs: Specs, image: Tensor) -> tuple[int, ...]:
+        """Of the tensors as they are now in the image."""
+        if image.device.type == "cpu":
+            raw = image.numpy().data
+            return tuple(digests_of_bytes([raw[spec.offset : spec.offset + spec.nbytes] for spec in specs]))
+        if self._digester is None or self._digested != (image.data_ptr(), specs):
+            self._digester = Digester([place(spec, image) for spec in specs])
+            self._digested = image.data_ptr(), specs
+        return tuple(self._digester.digests())
+
+    def forget(self) -> None:
+        """Let go of tensors and images."""
+        self._pairing, self._way = (), None
+        self._digested, self._digester = (0, ()), None
+
+
+class _OnCpu:
+    """Tensors that are published as they are: runs of bytes."""
+
+    def __init__(self, specs: Specs, sources: Sequence[Tensor], image: Tensor):
+        self._runs = [
+            (spec.offset, flat_bytes(source).numpy()) for spec, source in zip(specs, sources, strict=True)
+        ]
+
+    @staticmethod
+    def is_for(specs: Specs, sources: Sequence[Tensor], image: Tensor) -> bool:
+        return image.device.type == "cpu" and all(
+            source.device.type == "cpu" and source.is_contiguous() and str(source.dtype) == f"torch.{spec.dtype}"
+            for spec, source in zip(specs, sources, strict=True)
+        )
+
+    def pack(self, image: Tensor, advance: Advance) -> None:
+        there, end, told = image.numpy(), 0, 0
+        for first, source in self._runs:
+            there[end:first] = 0
+            for start in range(0, len(source), BUCKET_BYTES):
+                part = source[start : start + BUCKET_BYTES]
+                end = first + start + len(part)
+                np.copyto(there[first + start : end], part)
+                if end - told >= BUCKET_BYTES:
+                    advance(end)
+                    told = end
+        there[end:] = 0
+        advance(len(there))
+
+
+class _OnCuda:
+    """All tensors cast and copied in one launch for each pair of dtypes."""
+
+    def __init__(self, specs: Specs, sources: Sequence[Tensor], image: Tensor):
+        from headrace.kernels.cast import Casts
+
+        self._casts = Casts(sources, [place(spec, image) for spec in specs])
+        # Between tensors, and from then on.
+        image.zero_()
+
+    @staticmethod
+    def is_for(specs: Specs, sources: Sequence[Tensor], image: Tensor) -> bool:
+        if image.device.type != "cuda" or not has_kernels():
+            return False
+        from headrace.kernels.cast import Casts
+
+        return all(Casts.possible(source, place(spec, image)) for spec, source in zip(specs, sources, strict=True))
+
+    def pack(self, image: Tensor, advance: Advance) -> None:
         self._casts.run()
         torch.cuda.current_stream(image.device).synchronize()
         advance(len(image))
 
-    def checksums(self, specs: Specs, image: Tensor) -> tuple[int, ...]:
-        """Of the tensors as they are now in the image."""
-        if image.device.type != "cuda":
-            return tuple(Digester([place(spec, image) for spec in specs]).digests())
-        if self._digester is None or self._image != (image.data_ptr(), specs):
-            self._digester = Digester([place(spec, image) for spec in specs])
-            self._image = image.data_ptr(), specs
-        return tuple(self._digester.digests())
 
-    def forget(self) -> None:
-        """Let go of images."""
-        self._ends, self._casts = (), None
-        self._image, self._digester = (0, ()), None
-
-    def _prepare(self, specs: Specs, sources: list[Tensor], image: Tensor) -> None:
-        from headrace.kernels.cast import Casts
-
-        places = [place(spec, image) for spec in specs]
-        possible = all(map(Casts.possible, sources, places))
-        self._casts = Casts(sources, places) if possible else None
-        # Between tensors, and from then on.
-        image.zero_()
+_WAYS: tuple[type[_OnCpu] | type[_OnCuda], ...] = (_OnCpu, _OnCuda)
