@@ -35,7 +35,7 @@ from headrace.engine.messages import (
 )
 from headrace.engine.standby import StandbyThread
 from headrace.errors import EpisodeFailure, HeadraceError, SyncError
-from headrace.ipc import BlockingChannel, Stop, error_to_record
+from headrace.ipc import BlockingChannel, Stop, error_to_record, settle_memory
 from headrace.records import Turn
 from headrace.usage import Stopwatch
 
@@ -103,6 +103,7 @@ class EngineServer:
 
     def serve(self) -> None:
         sys.setswitchinterval(_TURN_S)
+        settle_memory()
         while True:
             if not self._may_step:
                 with self._watch.state("idle"):

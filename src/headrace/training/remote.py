@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import Superseded, SyncError
-from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record
+from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record, settle_memory
 from headrace.records import Batch, Record, WeightVersion, message
 from headrace.sync.base import Destination, Manifest, Seal
 from headrace.training.base import StepReport
@@ -158,6 +158,7 @@ class TrainerServer:
         self._channel.send(TrainerReady(call=0))
 
     def serve(self) -> None:
+        settle_memory()
         while True:
             with self._watch.state("idle"):
                 record = self._channel.receive()

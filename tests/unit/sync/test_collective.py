@@ -16,11 +16,13 @@ import psutil
 import pytest
 import torch
 from collective_ends import BUCKET, NBYTES, EngineProcess, begin, checksum, content, start_trainer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.errors import DeadlineExceeded, SyncError
 from headrace.sync.base import Destination, Inlet, Outlet, Stream
 from headrace.sync.deadline import Deadline
-from headrace.sync.transport import open_channel, open_inlet, open_outlet, process_group
+from headrace.sync.transport import collective, open_channel, open_inlet, open_outlet, process_group
 from headrace.sync.transport.process_group import GlooGroup
 
 PROMPT_S = 5.0
@@ -492,3 +494,12 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     counting("gather", "sender")
     counting("attend", "receiver")
     return counts
+
+
+@given(nbytes=st.integers(0, 400), largest=st.integers(1, 64))
+def test_buckets_cover_a_stream_once_and_none_is_too_large(nbytes: int, largest: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collective, "SMALLEST_BYTES", 4)
+        found = collective.cuts(nbytes, largest)
+    assert [place for first, last in found for place in range(first, last)] == list(range(nbytes))
+    assert all(0 < last - first <= largest for first, last in found)

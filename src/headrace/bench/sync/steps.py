@@ -58,7 +58,7 @@ class Work:
     completion: int = 13
     running: int = 256
     """Sequences that the engine generates meanwhile."""
-    blocks: int = 20
+    blocks: int = 40
     """Of each kind."""
     steps: int = 3
     """In a block, after one that is not counted."""

@@ -104,5 +104,4 @@ def _cast(source: Tensor, target: Tensor) -> None:
     elif torch.get_num_threads() == 1:
         target.copy_(source)
     else:
-        for part, there in zip(source.split(_ONE_THREAD), target.split(_ONE_THREAD), strict=True):
-            there.copy_(part)
+        torch._foreach_copy_(list(target.split(_ONE_THREAD)), list(source.split(_ONE_THREAD)))

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import msgspec
@@ -40,7 +41,9 @@ from headrace.sync.transport.relay import Relay
 NAME = "collective"
 LOG = logging.getLogger(__name__)
 
-BUCKET_BYTES = 16 << 20
+BUCKET_BYTES = 128 << 20
+"""Of the largest buckets. See `cuts`."""
+SMALLEST_BYTES = 16 << 20
 LANES = 2
 """Connections between each two ranks. One is limited by the single thread that serves it at either end."""
 AT_ONCE = 4
@@ -303,8 +306,7 @@ class _SendingGroup:
         header = list(_HEADER.pack(offer.generation, nbytes))
         offer.handed_over = nbytes == 0
         group.begin(torch.tensor(header, dtype=torch.uint8, device=self.device), self._seconds)
-        for first in range(0, nbytes, self._bucket_bytes):
-            last = min(first + self._bucket_bytes, nbytes)
+        for first, last in cuts(nbytes, self._bucket_bytes):
             while group.in_flight == AT_ONCE or (group.in_flight and offer.filled < last):
                 group.finish(self._seconds)
             self._filled(offer, last)
@@ -384,15 +386,15 @@ class CollectiveInlet:
         self, group: Group, where: Location, nbytes: int, memory: Tensor | None, deadline: Deadline
     ) -> Iterator[tuple[int, Tensor]]:
         """Straight into `memory`; without it into buffers used in turn, each again once its bytes were taken."""
-        size = min(where.bucket_bytes, nbytes)
+        buckets = cuts(nbytes, where.bucket_bytes)
+        size = max((last - first for first, last in buckets), default=0)
+        in_place = memory is not None
         if memory is None:
-            memory, slots = self._buffers(AT_ONCE * size, where.backend), AT_ONCE
-        else:
-            slots = max(1, -(-nbytes // max(1, size)))
+            memory = self._buffers(AT_ONCE * size, where.backend)
         waiting: list[tuple[int, Tensor]] = []
-        for number, first in enumerate(range(0, nbytes, where.bucket_bytes)):
-            start = number % slots * size
-            waiting.append((first, memory[start : start + min(size, nbytes - first)]))
+        for number, (first, last) in enumerate(buckets):
+            start = first if in_place else number % AT_ONCE * size
+            waiting.append((first, memory[start : start + last - first]))
             group.begin(waiting[-1][1], deadline.left)
             if len(waiting) == AT_ONCE:
                 group.finish(deadline.left)
@@ -439,6 +441,20 @@ class CollectiveInlet:
         if len(self._ring) < nbytes or self._ring.device != device:
             self._ring = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return self._ring
+
+
+def cuts(nbytes: int, largest: int) -> list[tuple[int, int]]:
+    """Where a stream's buckets begin and end. Each costs, so they are large; but small ones come first, for sending
+    to begin soon, and last, for little to be left when the last byte is there."""
+    ahead: list[int] = []
+    size, left = min(SMALLEST_BYTES, largest), nbytes
+    while left > 2 * size:
+        ahead.append(size)
+        left -= 2 * size
+        size = min(2 * size, largest)
+    between = [left] if left <= size else [left - left // 2, left // 2]
+    ends = list(accumulate([0, *ahead, *between, *reversed(ahead)]))
+    return [(first, last) for first, last in pairwise(ends) if first < last]
 
 
 def make_group(

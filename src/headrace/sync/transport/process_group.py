@@ -133,10 +133,9 @@ class GlooGroup(Group):
 
 
 class NcclGroup(Group):
-    """Not run yet; tests/gpu/test_collective_nccl.py goes as far as one rank does. What remains for two GPUs:
-    that `abort` ends a broadcast whose peer has died or stopped, that the memory is not written after it, and how
-    long it takes; that a watchdog which handles no errors leaves the process alone then; how large a bucket should
-    be."""
+    """Run with one rank, as far as that goes (tests/gpu/test_collective_nccl.py). What remains for two GPUs: that
+    `abort` ends a broadcast whose peer has died or stopped, that the memory is not written after it, how long it
+    takes; that a watchdog which handles no errors leaves the process alone then; how large a bucket should be."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, *, device: torch.device):
         super().__init__(rank, size)
