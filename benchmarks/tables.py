@@ -16,7 +16,9 @@ COMMANDS = {
     "loop": "headrace bench loop --json",
     "sync": "headrace bench sync --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
+    "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",
 }
+"""By the result's file, or by the benchmark."""
 
 
 def number(value: Any) -> str:
@@ -52,7 +54,7 @@ def pages() -> dict[Path, str]:
     for file in sorted((HERE / "results").glob("*.json")):
         result = json.loads(file.read_text())
         machine = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
-        lines += [f"## {file.stem}", "", f"`{COMMANDS[result['bench']]}` · {machine}", ""]
+        lines += [f"## {file.stem}", "", f"`{COMMANDS.get(file.stem) or COMMANDS[result['bench']]}` · {machine}", ""]
         lines += [f"{result['date']}, commit {result['commit']}.", ""]
         if any(row.get("part") == "decode" for row in result["rows"]):
             picture = PAGE.parent / "images" / f"{file.stem}.svg"
