@@ -54,7 +54,12 @@ def pages() -> dict[Path, str]:
     for file in sorted((HERE / "results").glob("*.json")):
         result = json.loads(file.read_text())
         machine = ", ".join(f"{name} {value}" for name, value in result["hardware"].items())
-        lines += [f"## {file.stem}", "", f"`{COMMANDS.get(file.stem) or COMMANDS[result['bench']]}` · {machine}", ""]
+        lines += [
+            f"## {file.stem}",
+            "",
+            f"`{COMMANDS.get(file.stem) or COMMANDS[result['bench']]}` · {machine}",
+            "",
+        ]
         lines += [f"{result['date']}, commit {result['commit']}.", ""]
         if any(row.get("part") == "decode" for row in result["rows"]):
             picture = PAGE.parent / "images" / f"{file.stem}.svg"

@@ -59,13 +59,15 @@ version_of = cache(fresh_model)
 class Published:
     """An engine process and the sender of its weights."""
 
-    def __init__(self, engine: RemoteEngine, sender: Sender):
+    def __init__(self, engine: RemoteEngine, sender: Sender, device: str):
         self.engine = engine
         self._sender = sender
+        self._device = device
 
     async def stage(self, version: WeightVersion) -> tuple[Manifest, Seal]:
         to = [Destination(name=self.engine.name, version=self.engine.version)]
-        return self._sender.send(version, dict(version_of(version.number).named_parameters()), to=to)
+        named = version_of(version.number).named_parameters()
+        return self._sender.send(version, {name: own.to(self._device) for name, own in named}, to=to)
 
 
 @asynccontextmanager
@@ -74,6 +76,7 @@ async def native_process(
     *,
     transport: str = "shared_memory",
     entry: str = "headrace.engine.serve:start",
+    device: str = "cpu",
     **settings: Any,
 ) -> AsyncIterator[Published]:
     """`settings` are the engine's; `entry` is where its process begins. Over "in_process" it is a thread."""
@@ -86,7 +89,7 @@ async def native_process(
     fds = [channel["descriptor"]] if "descriptor" in channel else []
     options = {
         "model": str(model),
-        "engine": {"type": "native", "device": "cpu", **settings},
+        "engine": {"type": "native", "device": device, **settings},
         "threads": 1,
         "channel": channel,
         "deadline_s": 30.0,
@@ -99,7 +102,7 @@ async def native_process(
     engine = RemoteEngine(peer, deadline_s=30.0, close_s=10.0)
     try:
         await ready(peer, EngineReady, 60.0)
-        yield Published(engine, sender)
+        yield Published(engine, sender, device)
     finally:
         await engine.close()
         sender.close()

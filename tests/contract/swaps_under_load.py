@@ -91,7 +91,7 @@ class Check:
     mixed_replayed: int
 
 
-def check(load: Load) -> Check:
+def check(load: Load, tolerance: float = TOLERANCE) -> Check:
     of_version: dict[int, list[Turn]] = defaultdict(list)
     for turn in load.turns:
         of_version[turn.lineage[0].version].append(turn)
@@ -99,7 +99,7 @@ def check(load: Load) -> Check:
     for number, turns in of_version.items():
         off = off_by(version_of(number), turns)
         tokens += len(off)
-        mixed += int((off > TOLERANCE).sum())
+        mixed += int((off > tolerance).sum())
     several = [turn for turn in load.turns if len(turn.lineage) > 1]
     some = [several[i] for i in np.linspace(0, len(several) - 1, REPLAYED).astype(int)]
     replayed = [np.abs(replay_logprobs(version_of, turn.context, turn) - turn.logprobs) for turn in some]
@@ -108,7 +108,7 @@ def check(load: Load) -> Check:
         versions=len(of_version),
         mixed=mixed,
         replayed=sum(map(len, replayed)),
-        mixed_replayed=int(sum((off > TOLERANCE).sum() for off in replayed)),
+        mixed_replayed=int(sum((off > tolerance).sum() for off in replayed)),
     )
 
 

@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for part in ("engine", "kernels"):
-    sys.path.append(str(Path(__file__).parent.parent / "unit" / part))
+for part in ("unit/engine", "unit/kernels", "contract"):
+    sys.path.append(str(Path(__file__).parent.parent / part))
