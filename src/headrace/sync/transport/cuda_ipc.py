@@ -18,6 +18,7 @@ from headrace.sync.base import Destination, Manifest, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.layout import ALIGN
 from headrace.sync.transport.shared_memory import Segment
+from headrace.sync.transport.watermark import follow
 
 NAME = "cuda_ipc"
 
@@ -95,21 +96,13 @@ class CudaIpcInlet:
     def chunks(self, stream: Stream, deadline: Deadline, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """All of it at once: a copy on the device has no use for pieces."""
         memory = self._map(stream)
-        while self._filled(stream) < stream.nbytes:
-            deadline.pause()
-        yield 0, memory
-        torch.cuda.current_stream(memory.device).synchronize()
-        self._filled(stream)
+        for first, last in follow(stream, deadline, NAME, self._told.told):
+            yield first, memory[first:last]
+            torch.cuda.current_stream(memory.device).synchronize()
 
     def close(self) -> None:
         self._mapped = None
         self._told.close()
-
-    def _filled(self, stream: Stream) -> int:
-        generation, filled = self._told.told()
-        if generation != stream.location["generation"]:
-            raise SyncError("transfer", NAME, f"version {stream.number} was replaced by a later one")
-        return filled
 
     def _map(self, stream: Stream) -> Tensor:
         handle = stream.location["handle"]

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headrace.errors import SyncError
 from headrace.sync.base import Destination, Manifest, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.layout import ALIGN
+from headrace.sync.transport.watermark import follow
 
 NAME = "in_process"
 
@@ -61,19 +61,7 @@ class InProcessInlet:
         self._shelf = shelf
 
     def chunks(self, stream: Stream, deadline: Deadline, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
-        done = 0
-        while True:
-            generation, filled = self._shelf.state
-            if generation != stream.location.get("generation"):
-                why = f"version {stream.number} was replaced by a later one after {done} of {stream.nbytes} bytes"
-                raise SyncError("transfer", NAME, why)
-            if done == stream.nbytes:
-                return
-            if filled == done:
-                deadline.pause()
-                continue
-            deadline.progress()
-            yield done, self._shelf.memory[done:filled]
-            done = filled
+        for first, last in follow(stream, deadline, NAME, lambda: self._shelf.state):
+            yield first, self._shelf.memory[first:last]
 
     def close(self) -> None: ...

@@ -25,6 +25,7 @@ from headrace.errors import SyncError
 from headrace.sync.base import Destination, Manifest, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.layout import ALIGN
+from headrace.sync.transport.watermark import follow
 
 NAME = "shared_memory"
 CHUNK_BYTES = 4 << 20
@@ -144,22 +145,9 @@ class SharedMemoryInlet:
     def chunks(self, stream: Stream, deadline: Deadline, into: Tensor | None) -> Iterator[tuple[int, Tensor]]:
         """Views of the segment, as far as it is filled."""
         memory = self._segment.bytes(stream.nbytes, grow=False)
-        done = 0
-        while True:
-            generation, filled = self._segment.told()
-            if generation != stream.location.get("generation"):
-                why = f"version {stream.number} was replaced by a later one after {done} of {stream.nbytes} bytes"
-                raise SyncError("transfer", NAME, why)
-            if done == stream.nbytes:
-                return
-            if filled == done:
-                deadline.pause()
-                continue
-            deadline.progress()
-            while done < filled:
-                end = min(done + CHUNK_BYTES, filled)
-                yield done, memory[done:end]
-                done = end
+        for first, last in follow(stream, deadline, NAME, self._segment.told):
+            for start in range(first, last, CHUNK_BYTES):
+                yield start, memory[start : min(start + CHUNK_BYTES, last)]
 
     def close(self) -> None:
         self._segment.close()
