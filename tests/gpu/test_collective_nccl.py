@@ -23,6 +23,7 @@ from headrace.sync.transport.collective import (
     Location,
     _Offer,
     _SendingGroup,
+    cuts,
 )
 from headrace.sync.transport.process_group import NcclGroup
 
@@ -104,12 +105,11 @@ def test_the_sending_thread_follows_the_watermark_on_the_device(server: Any, dev
         device=device,
         host="127.0.0.1",
         port=server.port,
-        bucket_bytes=BUCKET,
         seconds=20.0,
     )
     memory = torch.zeros(NBYTES, dtype=torch.uint8, device=device)
     for number in (1, 2):
-        sending.offer(_Offer(number, 10 * number, memory, 0))
+        sending.offer(_Offer(_location(10 * number), number, memory, 0))
         for filled in (NBYTES // 3, NBYTES):
             memory[:filled] = _content(device)[:filled]
             torch.cuda.synchronize(device)
@@ -126,21 +126,11 @@ def test_the_sending_thread_follows_the_watermark_on_the_device(server: Any, dev
 
 def test_an_inlet_receives_into_device_memory_bucket_by_bucket(group: NcclGroup, device: torch.device) -> None:
     """Rank 0 receives what it sends: the walk through the buckets, not their way."""
-    location = Location(
-        host="127.0.0.1",
-        port=1,
-        group=1,
-        generation=2,
-        ranks={"engine-0": 1},
-        leaders={"engine-0": "engine-0"},
-        backend="nccl",
-        bucket_bytes=BUCKET,
-        lanes=1,
-    )
+    location = _location(2)
     memory = _content(device)
     inlet, deadline = CollectiveInlet("engine-0"), Deadline(20, "engine-0", "version 1")
     chunks = list(inlet._buckets(group, location, NBYTES, memory, deadline))
-    assert [offset for offset, _ in chunks] == list(range(0, NBYTES, BUCKET))
+    assert [offset for offset, _ in chunks] == [first for first, _ in cuts(NBYTES, location)]
     assert torch.equal(torch.cat([chunk for _, chunk in chunks]), _content(device))
     in_turn = [chunk.data_ptr() for _, chunk in inlet._buckets(group, location, NBYTES, None, deadline)]
     assert len(set(in_turn)) == AT_ONCE
@@ -178,3 +168,18 @@ def test_weights_go_from_a_gpu_to_a_gpu_through_gloo(device: torch.device) -> No
     receiver.close()
     sender.close()
     os.close(channel["descriptor"])
+
+
+def _location(generation: int) -> Location:
+    return Location(
+        host="127.0.0.1",
+        port=1,
+        group=1,
+        generation=generation,
+        ranks={"engine-0": 1},
+        leaders={"engine-0": "engine-0"},
+        backend="nccl",
+        bucket_bytes=BUCKET,
+        smallest_bytes=BUCKET // 4,
+        lanes=1,
+    )

@@ -41,7 +41,7 @@ from headrace.sync.digest import digests
 from headrace.sync.payload import full
 from headrace.sync.receiver import Receiver
 from headrace.sync.sender import Sender
-from headrace.sync.transport import collective, files, http, relay, shared_memory
+from headrace.sync.transport import files, http, relay, shared_memory
 from headrace.training.remote import TrainerServer
 
 VOCAB = 128
@@ -404,7 +404,7 @@ def _prepare(options: dict[str, Any], descriptors: dict[str, Any], log: str) -> 
     torch.set_num_threads(1)
     # Descriptors arrive under numbers of their own.
     options["channel"] |= {key: duplicate.detach() for key, duplicate in descriptors.items()}
-    full.BUCKET_BYTES = http.RANGE_BYTES = collective.BUCKET_BYTES = BUCKET_BYTES
+    full.BUCKET_BYTES = http.RANGE_BYTES = BUCKET_BYTES
     for transport in (shared_memory, relay, files, http):
         transport.CHUNK_BYTES = CHUNK_BYTES  # type: ignore[attr-defined]
     http.SLICE_BYTES = CHUNK_BYTES

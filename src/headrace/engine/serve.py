@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import sys
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -102,8 +103,9 @@ class EngineServer:
         self._channel.send(EngineReady(call=0))
 
     def serve(self) -> None:
-        sys.setswitchinterval(_TURN_S)
-        settle_memory()
+        if threading.current_thread() is threading.main_thread():
+            sys.setswitchinterval(_TURN_S)
+            settle_memory()
         while True:
             if not self._may_step:
                 with self._watch.state("idle"):
@@ -216,7 +218,7 @@ class EngineServer:
         try:
             with self._sync.at_rest("sleep" if isinstance(record, Sleep) else "wake"):
                 if isinstance(record, Sleep):
-                    self._sync.forget()
+                    self._sync.let_go()
                     self._engine.sleep(keep_weights=record.keep_weights)
                 else:
                     self._engine.wake()

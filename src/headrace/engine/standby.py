@@ -76,6 +76,11 @@ class StandbyThread:
         self._served[self.adapter] = self._manifest
         self.forget()
 
+    def let_go(self) -> None:
+        """Forget, and hold no buffer any more: the engine gives their memory back."""
+        self.forget()
+        self._receiver.forget()
+
     def forget(self) -> None:
         self._manifest, self._buffers, self._verified = None, {}, False
 

@@ -21,6 +21,7 @@ from headrace.kernels.digest import ALIGN, plan
 PIECE = 64 * 1024
 """Elements of a program."""
 AT_ONCE = 4096
+"""Elements of a turn of its loop."""
 _FLOATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _WORDS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
@@ -38,7 +39,8 @@ class Casts:
     @staticmethod
     def possible(tensor: Tensor, place: Tensor) -> bool:
         """Whether the pair can be among them."""
-        known = tensor.dtype == place.dtype or (tensor.dtype in _FLOATS and place.dtype in _FLOATS)
+        same = tensor.dtype == place.dtype and tensor.itemsize in _WORDS
+        known = same or (tensor.dtype in _FLOATS and place.dtype in _FLOATS)
         together = tensor.device == place.device and tensor.numel() == place.numel()
         return known and together and tensor.is_contiguous() and place.is_contiguous()
 

@@ -33,7 +33,7 @@ class Placement:
     the two do not fit."""
 
     def __init__(self, tensors: Sequence[TensorSpec], nbytes: int, buffers: Mapping[str, Tensor], who: str):
-        self._specs, self._nbytes, self._buffers, self._who = tensors, nbytes, buffers, who
+        self._specs, self._nbytes, self._who = tensors, nbytes, who
         self._addresses = _addresses(buffers)
         self._views = _views(tensors, buffers, who)
         self._parts = sorted(
@@ -56,8 +56,7 @@ class Placement:
 
     def pairs(self, tensors: Sequence[TensorSpec], buffers: Mapping[str, Tensor]) -> bool:
         """Whether it is of these two."""
-        same = buffers is self._buffers or _addresses(buffers) == self._addresses
-        return same and tensors == self._specs
+        return _addresses(buffers) == self._addresses and tensors == self._specs
 
     def write(self, offset: int, chunk: Tensor) -> None:
         """Put bytes of the image, from `offset` on, where they belong."""

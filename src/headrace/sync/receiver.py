@@ -69,6 +69,10 @@ class Receiver:
         """The seal that a version with the manifest's tensors would have, were these its parameters."""
         return Seal(number=manifest.version.number, checksums=checksums(manifest.tensors, live, self._who))
 
+    def forget(self) -> None:
+        """Let go of all buffers."""
+        self._placements.clear()
+
     def close(self) -> None:
         self._inlet.close()
 

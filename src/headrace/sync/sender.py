@@ -121,6 +121,7 @@ class Sender:
             if self.pack().checksums == seal.checksums:
                 return whole, seal
         self._manifest = self._seal = self._held = self._image = None
+        self._packer.forget()
         raise SyncError("announce", "trainer", f"the bytes of version {number} were damaged where they lie")
 
     def close(self) -> None:

@@ -158,7 +158,8 @@ class TrainerServer:
         self._channel.send(TrainerReady(call=0))
 
     def serve(self) -> None:
-        settle_memory()
+        if threading.current_thread() is threading.main_thread():
+            settle_memory()
         while True:
             with self._watch.state("idle"):
                 record = self._channel.receive()

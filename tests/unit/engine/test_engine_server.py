@@ -37,6 +37,8 @@ class Copies:
         for name, buffer in standby.items():
             buffer.copy_(weights[name].detach())
 
+    def forget(self) -> None: ...
+
 
 def manifest_of(number: int) -> Manifest:
     version = WeightVersion(number=number, parent=None, step=0)

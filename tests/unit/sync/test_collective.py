@@ -20,7 +20,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import DeadlineExceeded, SyncError
-from headrace.sync.base import Destination, Inlet, Outlet, Stream
+from headrace.records import WeightVersion
+from headrace.sync.base import Destination, Inlet, Manifest, Outlet, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.transport import collective, open_channel, open_inlet, open_outlet, process_group
 from headrace.sync.transport.process_group import GlooGroup
@@ -77,7 +78,8 @@ def test_a_receiver_killed_in_the_middle_holds_nobody_up_and_the_next_version_re
 ):
     outlet = outlet_of(apart)
     dies, lives = engine_of(apart, "dies"), engine_of(apart, "lives")
-    stream, fill = begin(outlet, 1, ["dies", "lives"], share=0.5)
+    # So much is left that the one who lives cannot have got it all before the other is missed.
+    stream, fill = begin(outlet, 1, ["dies", "lives"], share=0.25)
     for engine in (dies, lives):
         engine.take(stream)
     for engine in (dies, lives):
@@ -498,8 +500,43 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 @given(nbytes=st.integers(0, 400), largest=st.integers(1, 64))
 def test_buckets_cover_a_stream_once_and_none_is_too_large(nbytes: int, largest: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collective, "SMALLEST_BYTES", 4)
-        found = collective.cuts(nbytes, largest)
+    found = collective.cuts(nbytes, located(bucket_bytes=largest, smallest_bytes=4))
     assert [place for first, last in found for place in range(first, last)] == list(range(nbytes))
     assert all(0 < last - first <= largest for first, last in found)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_stream_in_buckets_of_several_sizes_arrives(in_place: bool) -> None:
+    channel = open_channel("collective", bucket_bytes=16 << 10, smallest_bytes=1 << 10)
+    outlet, inlet = open_outlet(channel), open_inlet(channel, "engine-0")
+    nbytes = 150_001
+    version = WeightVersion(number=1, parent=0, step=1)
+    draft = Manifest(
+        version=version,
+        payload="full",
+        transport="collective",
+        tensors=(),
+        nbytes=nbytes,
+        streams=(Stream(number=1, nbytes=nbytes),),
+    )
+    memory = outlet.open(draft, [Destination(name="engine-0", version=0)], torch.device("cpu"))
+    memory.copy_(torch.randint(0, 256, (nbytes,), dtype=torch.uint8))
+    stream = Stream(number=1, nbytes=nbytes, location=outlet.location())
+    outlet.advance(nbytes)
+    found, into = torch.zeros(nbytes, dtype=torch.uint8), torch.zeros(nbytes, dtype=torch.uint8)
+    sizes = set()
+    for first, bucket in inlet.chunks(stream, Deadline(20.0, "a", "b"), into if in_place else None):
+        found[first : first + len(bucket)] = bucket
+        sizes.add(len(bucket))
+    assert torch.equal(found, memory)
+    assert not in_place or torch.equal(into, memory)
+    assert {1 << 10, 2 << 10, 4 << 10, 8 << 10, 16 << 10} <= sizes
+    inlet.close()
+    outlet.close()
+    os.close(channel["descriptor"])
+
+
+def located(**sizes: int) -> collective.Location:
+    return collective.Location(
+        host="", port=0, group=0, generation=0, ranks={}, leaders={}, backend="gloo", lanes=1, **sizes
+    )

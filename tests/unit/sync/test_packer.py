@@ -22,13 +22,15 @@ def check(packer: Packer, tensors: dict[str, torch.Tensor], dtype: torch.dtype |
     """Against `full.pack`, into memory that was something else before."""
     specs, nbytes = packer.image_of(tensors)
     assert (specs, nbytes) == image_of(tensors, dtype)
-    image, expected = torch.full((nbytes,), 7, dtype=torch.uint8), torch.empty(nbytes, dtype=torch.uint8)
-    told: list[int] = []
-    packer.pack(specs, tensors, image, told.append)
+    expected = torch.empty(nbytes, dtype=torch.uint8)
     pack(specs, tensors, expected)
-    assert torch.equal(image, expected)
-    assert told == sorted(told)
-    assert told[-1] == nbytes
+    # The first time plainly, then prepared.
+    for _ in range(3):
+        image, told = torch.full((nbytes,), 7, dtype=torch.uint8), []
+        packer.pack(specs, tensors, image, told.append)
+        assert torch.equal(image, expected)
+        assert told == sorted(told)
+        assert told[-1] == nbytes
     places = [image[spec.offset : spec.offset + spec.nbytes] for spec in specs]
     assert packer.checksums(specs, image) == tuple(digests(places))
 
@@ -57,5 +59,23 @@ def test_large_tensors_are_told_of_in_buckets(monkeypatch: pytest.MonkeyPatch) -
     specs, nbytes = packer.image_of(tensors)
     image = torch.empty(nbytes, dtype=torch.uint8)
     told: list[int] = []
+    packer.pack(specs, tensors, image, lambda filled: None)
     packer.pack(specs, tensors, image, told.append)
     assert told == [1000, 2000, nbytes]
+
+
+def test_preparing_that_fails_leaves_nothing_of_the_version_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    packer, before, after = Packer(None), draw(0), draw(1)
+    check(packer, before, None)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    specs, nbytes = packer.image_of(after)
+    image = torch.empty(nbytes, dtype=torch.uint8)
+    packer.pack(specs, after, image, lambda filled: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(module._OnCpu, "__init__", fail)
+        with pytest.raises(MemoryError):
+            packer.pack(specs, after, image, lambda filled: None)
+    check(packer, after, None)

@@ -26,16 +26,21 @@ class Packer:
         """As `image_of`."""
         self._dtype, self._align = dtype, align
         self._kinds: tuple[object, ...] = ()
+        """Names, dtypes and shapes that the layout is of."""
         self._layout: tuple[Specs, int] = (), 0
         self._pairing: tuple[object, ...] = ()
+        """The places of the last version and of its tensors. What lies at a tensor's address is that tensor."""
         self._way: _OnCpu | _OnCuda | None = None
-        self._digested: tuple[int, Specs] = 0, ()
+        """Prepared for that pairing."""
+        self._image: tuple[int, Specs] = 0, ()
+        """What the digester is of."""
         self._digester: Digester | None = None
 
     def image_of(self, tensors: Mapping[str, Tensor]) -> tuple[Specs, int]:
         """Where each tensor goes and the bytes of all."""
         kinds = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors.items())
         if kinds != self._kinds:
+            self.forget()
             self._kinds, self._layout = kinds, image_of(tensors, self._dtype, self._align)
         return self._layout
 
@@ -43,13 +48,15 @@ class Packer:
         """As `full.pack`."""
         sources = [tensors[spec.name] for spec in specs]
         found = tuple((source.data_ptr(), source.dtype, source.is_contiguous()) for source in sources)
-        # On the CPU an image may lie elsewhere each time.
+        # On the CPU an image may lie elsewhere each time; what is prepared there does not depend on it.
         address = image.data_ptr() if image.device.type == "cuda" else 0
-        if (address, specs, found) != self._pairing:
-            self._pairing = address, specs, found
-            self._way = next(
-                (way(specs, sources, image) for way in _WAYS if way.is_for(specs, sources, image)), None
-            )
+        pairing = address, specs, found
+        if pairing != self._pairing:
+            # Tensors that are others each time are neither worth preparing for nor to be held.
+            self._pairing, self._way = pairing, None
+        elif self._way is None:
+            possible = [way for way in _WAYS if way.is_for(specs, sources, image)]
+            self._way = possible[0](specs, sources, image) if possible else None
         if self._way is None:
             pack(specs, tensors, image, advance)
         else:
@@ -60,15 +67,15 @@ class Packer:
         if image.device.type == "cpu":
             raw = image.numpy().data
             return tuple(digests_of_bytes([raw[spec.offset : spec.offset + spec.nbytes] for spec in specs]))
-        if self._digester is None or self._digested != (image.data_ptr(), specs):
+        if self._digester is None or self._image != (image.data_ptr(), specs):
             self._digester = Digester([place(spec, image) for spec in specs])
-            self._digested = image.data_ptr(), specs
+            self._image = image.data_ptr(), specs
         return tuple(self._digester.digests())
 
     def forget(self) -> None:
         """Let go of tensors and images."""
         self._pairing, self._way = (), None
-        self._digested, self._digester = (0, ()), None
+        self._image, self._digester = (0, ()), None
 
 
 class _OnCpu:
@@ -108,7 +115,7 @@ class _OnCuda:
         from headrace.kernels.cast import Casts
 
         self._casts = Casts(sources, [place(spec, image) for spec in specs])
-        # Between tensors, and from then on.
+        # The gaps between tensors are never written again.
         image.zero_()
 
     @staticmethod

@@ -41,14 +41,16 @@ from headrace.sync.transport.relay import Relay
 NAME = "collective"
 LOG = logging.getLogger(__name__)
 
-BUCKET_BYTES = 128 << 20
-"""Of the largest buckets. See `cuts`."""
+BUCKET_BYTES = {"gloo": 64 << 20, "nccl": 16 << 20}
+"""Of the largest buckets (`cuts`). A receiver that has not one block to receive into needs room for four,
+with NCCL on its device."""
 SMALLEST_BYTES = 16 << 20
+"""Of the first and last ones, where there are larger ones."""
 LANES = 2
 """Connections between each two ranks. One is limited by the single thread that serves it at either end."""
 AT_ONCE = 4
 """Buckets under way."""
-GRACE_S = 0.1
+GRACE_S = 0.2
 """So long the next stream waits for the last one, if its last bytes are on their way; then it takes its place."""
 _CLOSING_S = 1.0
 _HEADER = struct.Struct("<QQ")
@@ -70,6 +72,7 @@ class Location(msgspec.Struct, frozen=True, kw_only=True):
     """For every engine the one that receives for it: itself, or the one whose relay it reads."""
     backend: str
     bucket_bytes: int
+    smallest_bytes: int
     lanes: int
 
 
@@ -84,14 +87,15 @@ class CollectiveOutlet:
         descriptor: int | None = None,
         host: str = "127.0.0.1",
         backend: str = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
+        smallest_bytes: int = SMALLEST_BYTES,
         timeout_s: float = 120.0,
     ):
         """`host` is the address of this machine at which the engines reach it. The backend "auto" takes NCCL for
         streams from a GPU and gloo for others; "gloo" takes gloo for all, which a trainer and an engine on the same
         GPU need. Without a descriptor every engine is a rank of its own."""
         self._host, self._backend = host, backend
-        self._bucket_bytes, self._timeout_s = bucket_bytes, timeout_s
+        self._largest, self._smallest, self._timeout_s = bucket_bytes, smallest_bytes, timeout_s
         self._relay = None if descriptor is None else Relay(descriptor)
         self._server: dist.Store | None = process_group.serve(host, timeout_s)
         before = 0 if self._relay is None else self._relay.last()
@@ -163,11 +167,12 @@ class CollectiveOutlet:
             ranks={name: rank for rank, name in enumerate(members, start=1)},
             leaders=leaders,
             backend=backend,
-            bucket_bytes=self._bucket_bytes,
+            bucket_bytes=self._largest or BUCKET_BYTES[backend],
+            smallest_bytes=self._smallest,
             lanes=LANES,
         )
         if group is not None:
-            group.offer(_Offer(self._number, self._generation, memory[: self._nbytes], filled))
+            group.offer(_Offer(self._location, self._number, memory[: self._nbytes], filled))
 
     def _new_group(self, members: tuple[str, ...], backend: str, device: torch.device) -> _SendingGroup:
         return _SendingGroup(
@@ -177,7 +182,6 @@ class CollectiveOutlet:
             device=device,
             host=self._host,
             port=self._port,
-            bucket_bytes=self._bucket_bytes,
             seconds=self._timeout_s,
         )
 
@@ -192,8 +196,9 @@ class CollectiveOutlet:
 class _Offer:
     """A stream to be sent, and how far it is filled."""
 
+    location: Location
     number: int
-    generation: int
+    """Of the version."""
     memory: Tensor
     filled: int
     handed_over: bool = False
@@ -212,12 +217,11 @@ class _SendingGroup:
         device: torch.device,
         host: str,
         port: int,
-        bucket_bytes: int,
         seconds: float,
     ):
         self.number, self.members, self.device = number, members, device
         self._backend, self._host, self._port = backend, host, port
-        self._bucket_bytes, self._seconds = bucket_bytes, seconds
+        self._seconds = seconds
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._wanted = 0
@@ -303,10 +307,10 @@ class _SendingGroup:
 
     def _send(self, group: Group, offer: _Offer) -> None:
         nbytes = len(offer.memory)
-        header = list(_HEADER.pack(offer.generation, nbytes))
+        header = list(_HEADER.pack(offer.location.generation, nbytes))
         offer.handed_over = nbytes == 0
         group.begin(torch.tensor(header, dtype=torch.uint8, device=self.device), self._seconds)
-        for first, last in cuts(nbytes, self._bucket_bytes):
+        for first, last in cuts(nbytes, offer.location):
             while group.in_flight == AT_ONCE or (group.in_flight and offer.filled < last):
                 group.finish(self._seconds)
             self._filled(offer, last)
@@ -386,11 +390,11 @@ class CollectiveInlet:
         self, group: Group, where: Location, nbytes: int, memory: Tensor | None, deadline: Deadline
     ) -> Iterator[tuple[int, Tensor]]:
         """Straight into `memory`; without it into buffers used in turn, each again once its bytes were taken."""
-        buckets = cuts(nbytes, where.bucket_bytes)
+        buckets = cuts(nbytes, where)
         size = max((last - first for first, last in buckets), default=0)
         in_place = memory is not None
         if memory is None:
-            memory = self._buffers(AT_ONCE * size, where.backend)
+            memory = self._buffers(min(AT_ONCE, len(buckets)) * size, where.backend)
         waiting: list[tuple[int, Tensor]] = []
         for number, (first, last) in enumerate(buckets):
             start = first if in_place else number % AT_ONCE * size
@@ -443,15 +447,15 @@ class CollectiveInlet:
         return self._ring
 
 
-def cuts(nbytes: int, largest: int) -> list[tuple[int, int]]:
+def cuts(nbytes: int, where: Location) -> list[tuple[int, int]]:
     """Where a stream's buckets begin and end. Each costs, so they are large; but small ones come first, for sending
     to begin soon, and last, for little to be left when the last byte is there."""
     ahead: list[int] = []
-    size, left = min(SMALLEST_BYTES, largest), nbytes
+    size, left = min(where.smallest_bytes, where.bucket_bytes), nbytes
     while left > 2 * size:
         ahead.append(size)
         left -= 2 * size
-        size = min(2 * size, largest)
+        size = min(2 * size, where.bucket_bytes)
     between = [left] if left <= size else [left - left // 2, left // 2]
     ends = list(accumulate([0, *ahead, *between, *reversed(ahead)]))
     return [(first, last) for first, last in pairwise(ends) if first < last]
