@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from headrace.errors import DeadlineExceeded, SyncError
 from headrace.records import WeightVersion
 from headrace.sync.base import Destination, Inlet, Manifest, Outlet, Stream
 from headrace.sync.deadline import Deadline
+from headrace.sync.layout import ALIGN
 from headrace.sync.transport import collective, open_channel, open_inlet, open_outlet, process_group
 from headrace.sync.transport.process_group import GlooGroup
 
@@ -503,6 +506,46 @@ def test_buckets_cover_a_stream_once_and_none_is_too_large(nbytes: int, largest:
     found = collective.cuts(nbytes, located(bucket_bytes=largest, smallest_bytes=4))
     assert [place for first, last in found for place in range(first, last)] == list(range(nbytes))
     assert all(0 < last - first <= largest for first, last in found)
+
+
+@given(nbytes=st.integers(0, 100_000), smallest=st.integers(1, 8), largest=st.integers(1, 32))
+def test_buckets_begin_where_tensors_may(nbytes: int, smallest: int, largest: int) -> None:
+    found = collective.cuts(nbytes, located(bucket_bytes=ALIGN * largest, smallest_bytes=ALIGN * smallest))
+    assert [first % ALIGN for first, _ in found] == [0] * len(found)
+    assert all(0 < last - first <= ALIGN * largest for first, last in found)
+    assert [0, *(last for _, last in found)] == [*(first for first, _ in found), nbytes]
+
+
+def test_connections_within_a_machine_buffer_no_more_than_a_cache_holds() -> None:
+    server = process_group.serve("127.0.0.1", 10.0)
+    port: int = server.port  # type: ignore[attr-defined]
+    before, made = set(os.listdir("/proc/self/fd")), {}
+
+    def make(rank: int) -> None:
+        store = process_group.connect("127.0.0.1", port, 1, 10.0)
+        made[rank] = GlooGroup(store, rank, 2, address="127.0.0.1", lanes=2, at_once=4, seconds=10.0)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    with socket.socket() as any_other:
+        for buffer, size in process_group.BUFFERS.items():
+            any_other.setsockopt(socket.SOL_SOCKET, buffer, size)
+        expected = [any_other.getsockopt(socket.SOL_SOCKET, buffer) for buffer in process_group.BUFFERS]
+    limited = 0
+    for descriptor in set(os.listdir("/proc/self/fd")) - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+            sizes = [connection.getsockopt(socket.SOL_SOCKET, buffer) for buffer in process_group.BUFFERS]
+            limited += sizes == expected
+    assert limited >= 4, "both ends of two lanes"
+    sent, found = torch.arange(1 << 20).byte(), torch.zeros(1 << 20, dtype=torch.uint8)
+    for rank, tensor in ((0, sent), (1, found)):
+        made[rank].begin(tensor, 10.0)
+    for group in made.values():
+        group.finish(10.0)
+    assert torch.equal(sent, found)
 
 
 @pytest.mark.parametrize("in_place", [True, False])

@@ -189,7 +189,8 @@ class _Trainer:
         return WeightVersion(number=self._version, parent=self._version - 1, step=self._version)
 
     def _to(self) -> list[Destination]:
-        return [Destination(name=ENGINE, version=self._version)]
+        """The engine, which has the version before."""
+        return [Destination(name=ENGINE, version=self._version - 1)]
 
     def _tell(self, what: msgspec.Struct) -> None:
         assert self._engine.stdin is not None

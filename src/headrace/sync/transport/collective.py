@@ -449,15 +449,16 @@ class CollectiveInlet:
 
 def cuts(nbytes: int, where: Location) -> list[tuple[int, int]]:
     """Where a stream's buckets begin and end. Each costs, so they are large; but small ones come first, for sending
-    to begin soon, and last, for little to be left when the last byte is there."""
+    to begin soon, and last, for little to be left when the last byte is there. They begin where tensors may."""
     ahead: list[int] = []
-    size, left = min(where.smallest_bytes, where.bucket_bytes), nbytes
+    size, left = min(where.smallest_bytes, where.bucket_bytes), -(-nbytes // ALIGN) * ALIGN
     while left > 2 * size:
         ahead.append(size)
         left -= 2 * size
         size = min(2 * size, where.bucket_bytes)
-    between = [left] if left <= size else [left - left // 2, left // 2]
-    ends = list(accumulate([0, *ahead, *between, *reversed(ahead)]))
+    second = max(left // 2 // ALIGN * ALIGN, left - size, 0)
+    between = [left] if left <= size else [left - second, second]
+    ends = [min(end, nbytes) for end in accumulate([0, *ahead, *between, *reversed(ahead)])]
     return [(first, last) for first, last in pairwise(ends) if first < last]
 
 
