@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from headrace.bench.small_model import small_config, write_tokenizer
 from headrace.records import Task
 from headrace.rollout.base import Policy
 from headrace.scoring.base import Attempt
@@ -48,30 +48,10 @@ async def waiting_score(task: Task, attempt: Attempt, mean_s: float = 0.0) -> fl
 
 
 def make_model(folder: Path, *, hidden: int, layers: int, max_positions: int, seed: int) -> None:
-    """A random model without an end-of-sequence token, so that only the wanted length ends a completion."""
-    from tokenizers import Tokenizer, models
+    """A random model, whose completions only the wanted length ends."""
+    from headrace.models import random_model, save_model
 
-    from headrace.models import ModelConfig, random_model, save_model
-
-    config = ModelConfig.from_hf(
-        {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "vocab_size": VOCABULARY,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": hidden // 4,
-            "max_position_embeddings": max_positions,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": True,
-        }
-    )
-    model = random_model(config, seed)
+    config = small_config(VOCABULARY, hidden, layers, max_positions)
     folder.mkdir(parents=True)
-    save_model(model, config, folder)
-    Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, "w0")).save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    save_model(random_model(config, seed), config, folder)
+    write_tokenizer(folder, VOCABULARY)

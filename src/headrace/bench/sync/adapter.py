@@ -25,13 +25,12 @@ from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of
 from headrace.bench.sync import lesson
 from headrace.bench.sync.delta import TINY, Run, run_config
-from headrace.bench.sync.served import served, stages_ms
+from headrace.bench.sync.served import all_have, served, stages_ms
 from headrace.errors import HeadraceError
 from headrace.models import ModelConfig, parameter_shapes
 from headrace.orchestration.local import train
-from headrace.records import WeightVersion
 from headrace.sync import lay_out, open_channel, open_sender
-from headrace.sync.base import AdapterSpec, Destination
+from headrace.sync.base import AdapterSpec
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Published, Publisher
 from headrace.telemetry.folder import RunFolder
@@ -105,22 +104,15 @@ async def _measure_live(
         "context": longest,
         "cache_tokens": load.sequences * (longest + drive.SPARE_TOKENS),
     }
-    number = 0
     async with served(shape, device, channel, **size, max_adapters=1, max_adapter_rank=RANK) as there:
 
         async def publish() -> tuple[float, Published]:
             """As the trainer does it: the engine hears of the version while it is being packed."""
-            nonlocal number
-            number += 1
-            version = WeightVersion(number=number, parent=number - 1, step=number)
-            to = [Destination(name=there.engine.name, version=there.engine.version)]
+            version, to = there.next_version()
             begun = time.perf_counter()
             manifest = sender.stage(version, tensors, adapter=spec, to=to)
             published = await publisher.publish(manifest, asyncio.to_thread(sender.pack), [there.engine])
-            seconds = time.perf_counter() - begun
-            for error in published.failed.values():
-                raise error
-            return seconds, published
+            return time.perf_counter() - begun, all_have(published)
 
         for _ in range(3):
             await publish()

@@ -16,10 +16,8 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
-from headrace.bench.sync.served import served, stages_ms
-from headrace.records import WeightVersion
+from headrace.bench.sync.served import all_have, served, stages_ms
 from headrace.sync import open_channel, open_sender
-from headrace.sync.base import Destination
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Published, Publisher
 
@@ -55,21 +53,14 @@ async def _measure(shape: str, seed: int) -> tuple[list[dict[str, Any]], dict[st
     publisher = Publisher(SyncConfig(deadline_s=30.0))
     size: dict[str, Any] = {"running": SEQUENCES, "context": 4 * CONTEXT, "cache_tokens": SEQUENCES * 3 * CONTEXT}
     rows: list[dict[str, Any]] = []
-    number = 0
     async with served(shape, "cuda", channel, **size) as there:
 
         async def publish() -> tuple[float, Published]:
-            nonlocal number
-            number += 1
-            version = WeightVersion(number=number, parent=number - 1, step=number)
-            to = [Destination(name=there.engine.name, version=there.engine.version)]
+            version, to = there.next_version()
             begun = time.perf_counter()
             manifest, seal = await asyncio.to_thread(sender.send, version, tensors, to=to)
             packed = time.perf_counter() - begun
-            published = await publisher.publish(manifest, seal, [there.engine])
-            for error in published.failed.values():
-                raise error
-            return packed, published
+            return packed, all_have(await publisher.publish(manifest, seal, [there.engine]))
 
         async def several(load: str) -> dict[str, Any]:
             await publish()

@@ -9,12 +9,12 @@ reinforcement can make it prefer the prompt's. It is the quickstart's, as wide a
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from headrace.bench.small_model import small_config, write_tokenizer
 from headrace.records import Task
 from headrace.scoring.base import Attempt
 
@@ -39,27 +39,7 @@ def score(task: Task, attempt: Attempt) -> float:
 
 
 def model_config(hidden: int, layers: int) -> ModelConfig:
-    """Without an end-of-sequence token: a completion has as many tokens as it may have."""
-    from headrace.models import ModelConfig
-
-    return ModelConfig.from_hf(
-        {
-            "model_type": "qwen3",
-            "architectures": ["Qwen3ForCausalLM"],
-            "vocab_size": WORDS,
-            "hidden_size": hidden,
-            "intermediate_size": 3 * hidden,
-            "num_hidden_layers": layers,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": hidden // 4,
-            "max_position_embeddings": 128,
-            "rms_norm_eps": 1e-6,
-            "rope_theta": 10000.0,
-            "tie_word_embeddings": True,
-            "initializer_range": hidden**-0.5,
-        }
-    )
+    return small_config(WORDS, hidden, layers, 128, initializer_range=hidden**-0.5)
 
 
 def make_model(folder: Path, *, hidden: int, layers: int, seed: int, warm_steps: int = 60, batch: int = 16) -> int:
@@ -87,17 +67,8 @@ def make_model(folder: Path, *, hidden: int, layers: int, seed: int, warm_steps:
         optimizer.step()
     folder.mkdir(parents=True)
     save_model(model, config, folder)
-    write_tokenizer(folder)
+    write_tokenizer(folder, WORDS)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(WORDS)}, "w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
 def _example(dice: random.Random) -> list[int]:

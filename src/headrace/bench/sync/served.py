@@ -19,7 +19,8 @@ from headrace.engine.base import SampleRequest
 from headrace.engine.messages import EngineReady
 from headrace.engine.remote import RemoteEngine
 from headrace.orchestration.processes import ready, spawn
-from headrace.records import Record, message
+from headrace.records import Record, WeightVersion, message
+from headrace.sync.base import Destination
 from headrace.sync.schedule import Published
 
 DEADLINE_S = 60.0
@@ -68,6 +69,13 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     Server(sock, engine, receiver).serve()
 
 
+def all_have(published: Published) -> Published:
+    """The same, unless somebody has not got it: then why."""
+    for error in published.failed.values():
+        raise error
+    return published
+
+
 def stages_ms(versions: Iterable[Published]) -> dict[str, float]:
     """The median time of each stage."""
     spent: dict[str, list[float]] = {}
@@ -82,6 +90,13 @@ class Served:
 
     def __init__(self, engine: RemoteEngine):
         self.engine = engine
+        self._numbers = itertools.count(1)
+
+    def next_version(self) -> tuple[WeightVersion, list[Destination]]:
+        """A version after the last one, and for whom it is."""
+        number = next(self._numbers)
+        version = WeightVersion(number=number, parent=number - 1, step=number)
+        return version, [Destination(name=self.engine.name, version=self.engine.version)]
 
     async def gaps_ms(self) -> list[float]:
         reply = await self.engine.peer.call(AskGaps(call=self.engine.peer.next_call()), deadline_s=DEADLINE_S)

@@ -27,6 +27,7 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
+from headrace.bench.small_model import write_tokenizer
 from headrace.bench.sync import lesson
 from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
@@ -239,6 +240,6 @@ def _make_model(folder: Path, work: Work, device: str, seed: int) -> ModelConfig
     config = config_of(work.shape)
     folder.mkdir(parents=True)
     save_model(random_weights(config, torch.device(device), seed), config, folder)
-    lesson.write_tokenizer(folder)
+    write_tokenizer(folder, lesson.WORDS)
     drive.free_memory()
     return config
