@@ -1,7 +1,8 @@
 """The processes of the fault trials: a real engine's and a real trainer's, in which one fault can be armed.
 
     engine    headrace.engine.serve, as a run starts it, over a small random model
-    trainer   headrace.training.remote's server with the real sender; its weights are a function of the version
+    trainer   headrace.training.remote's server with the real sender; its weights, or its adapter's over weights
+              that stay, are a function of the version
 
 A fault strikes its own process at a named point, once:
 
@@ -23,63 +24,27 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from fault_weights import ADAPTER, adapter, bits, weights
 from torch import Tensor
 
 from headrace.engine import serve
 from headrace.engine.messages import Swapped
 from headrace.engine.native.core import NativeEngine
-from headrace.models import ModelConfig, random_model
 from headrace.records import Record, message
 from headrace.sync import open_sender
 from headrace.sync.base import Stream
-from headrace.sync.digest import digests
-from headrace.sync.payload import full
+from headrace.sync.payload import full, packer
 from headrace.sync.receiver import Receiver
 from headrace.sync.sender import Sender
 from headrace.sync.transport import files, http, relay, shared_memory
 from headrace.training.remote import TrainerServer
 
-VOCAB = 128
-MODEL = ModelConfig(
-    family="qwen2",
-    vocab_size=VOCAB,
-    hidden_size=64,
-    intermediate_size=128,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=16,
-    qkv_bias=True,
-    initializer_range=0.3,
-)
 # Small pieces, so that a small model arrives in a hundred of them.
 CHUNK_BYTES, BUCKET_BYTES = 4 << 10, 16 << 10
-_CLASSES = 16
-
-
-def weights(version: int) -> dict[str, Tensor]:
-    """The bits of a version, wherever they are asked for. Between any two versions about an eighth differ."""
-    found = {}
-    for name, tensor in _BASE.items():
-        changed = tensor.clone()
-        changed.view(-1)[version % _CLASSES :: _CLASSES] += 1e-4 * (1 + version * 7919 % 1009)
-        found[name] = changed
-    return found
-
-
-@cache
-def expected(version: int) -> tuple[int, ...]:
-    """The digests of an engine's parameters when it serves `version`; before its first, what its folder has."""
-    return tuple(digests(list(weights(max(version, 0)).values())))
-
-
-# Made on import, in the process that the others are forked from: what torch imports for it takes seconds.
-_BASE = {name: parameter.detach() for name, parameter in random_model(MODEL, seed=1).named_parameters()}
 
 
 # ── What the trials ask the processes ────────────────────────────────────────────────────────────────────
@@ -111,8 +76,8 @@ class AskTruth(Record):
 
 @message
 class TellTruth(Record):
-    """What an engine claims to serve, and the digests of the parameters that its passes read. Of all processes: how
-    many faults have struck."""
+    """What an engine claims to serve, and the digests of the parameters that its passes read, an adapter's last. Of
+    all processes: how many faults have struck."""
 
     call: int
     struck: int
@@ -182,8 +147,10 @@ class _Server(serve.EngineServer):
         _around(receiver, "check", lambda: reach("announce.enter"), lambda: reach("announce.leave"))
         _around(receiver, "receive", lambda: None, lambda: reach("transfer.leave"))
         _around(receiver, "verify", lambda: reach("verify.enter"), lambda: reach("verify.leave"))
-        _around(engine, "swap", lambda: reach("swap.enter"))
-        _around(engine._served, "flip", lambda: None, lambda: reach("swap.flipped"))
+        served, bank = engine._served, engine._served.adapters
+        _around(engine, "swap" if bank is None else "swap_adapter", lambda: reach("swap.enter"))
+        flipping = (served, "flip") if bank is None else (bank, "take")
+        _around(*flipping, lambda: None, lambda: reach("swap.flipped"))
         super().__init__(sock, engine, receiver)
         send = self._channel.send
 
@@ -198,16 +165,20 @@ class _Server(serve.EngineServer):
         if isinstance(record, Arm):
             self._injector.arm(record.fault)
         if isinstance(record, Arm | AskTruth):
-            live = list(self._engine.live().values())
-            told = TellTruth(
-                call=record.call,
-                struck=self._injector.struck,
-                version=self._engine.version,
-                digests=tuple(digests(live)),
-            )
+            version, found = self._truth()
+            told = TellTruth(call=record.call, struck=self._injector.struck, version=version, digests=found)
             self._channel.send(told)
             return True
         return super()._handle(record)
+
+    def _truth(self) -> tuple[int, tuple[int, ...]]:
+        engine = self._engine
+        found = bits(engine.live())
+        if engine._served.adapters is None:
+            return engine.version, found
+        for name in engine.adapters:
+            found += bits(engine.live(name))
+        return engine.adapters.get(ADAPTER.name, -1), found
 
 
 class _Inlet:
@@ -242,18 +213,17 @@ def trainer(sock: socket.socket, descriptors: dict[str, Any], options: dict[str,
     sender = open_sender(options["channel"], **options["sender"])
     sender._outlet = outlet = _Outlet(sender._outlet, injector)
     _damage_what_is_stored(sender, outlet, injector)
-    _TrainerServer(sock, _StandIn(), sender, injector).serve()
+    _TrainerServer(sock, _StandIn(options["sender"]["payload"]), sender, injector).serve()
 
 
 class _StandIn:
     """A trainer whose step is: other weights, under the next number."""
 
-    adapter = None
-
-    def __init__(self) -> None:
+    def __init__(self, payload: str) -> None:
+        self.adapter, self._of = (ADAPTER, adapter) if payload == "adapter" else (None, weights)
         self._at_rest = threading.Lock()
         self._version = 0
-        self._weights = weights(0)
+        self._weights = self._of(0)
 
     @property
     def version(self) -> int:
@@ -262,7 +232,7 @@ class _StandIn:
     @version.setter
     def version(self, number: int) -> None:
         with self._at_rest:
-            for name, tensor in weights(number).items():
+            for name, tensor in self._of(number).items():
                 self._weights[name].copy_(tensor)
             self._version = number
 
@@ -404,7 +374,7 @@ def _prepare(options: dict[str, Any], descriptors: dict[str, Any], log: str) -> 
     torch.set_num_threads(1)
     # Descriptors arrive under numbers of their own.
     options["channel"] |= {key: duplicate.detach() for key, duplicate in descriptors.items()}
-    full.BUCKET_BYTES = http.RANGE_BYTES = BUCKET_BYTES
+    full.BUCKET_BYTES = packer.BUCKET_BYTES = http.RANGE_BYTES = BUCKET_BYTES
     for transport in (shared_memory, relay, files, http):
         transport.CHUNK_BYTES = CHUNK_BYTES  # type: ignore[attr-defined]
     http.SLICE_BYTES = CHUNK_BYTES

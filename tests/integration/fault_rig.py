@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import fault_children as children
 import numpy as np
-from fault_children import MODEL, VOCAB, Arm, AskTruth, TellTruth, expected, weights
+from fault_children import Arm, AskTruth, TellTruth
 from fault_processes import fork, forking
+from fault_weights import ADAPTER, ADAPTER_ROOM, MODEL, VOCAB, expected, weights
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.engine.base import Engine, SampleRequest
@@ -155,7 +156,8 @@ class Rig:
             engine = RemoteEngine(peer, deadline_s=DEADLINE_S, close_s=10.0, on_death=self._deaths.put_nowait)
             self.engines.append(engine)
             await ready(peer, EngineReady, START_S)
-        self.pool = EnginePool(self.engines, revive_s=HEALED_S + START_S)
+        adapter = ADAPTER.name if self._payload == "adapter" else None
+        self.pool = EnginePool(self.engines, adapter=adapter, revive_s=HEALED_S + START_S)
         await self._start_trainer()
         await self._healed(await self._train())
         self._tasks += [asyncio.create_task(self._sample(i)) for i in range(self._load)]
@@ -321,10 +323,11 @@ class Rig:
             await self._publication.revive(await self._deaths.get())
 
     async def _engine_process(self, name: str) -> Peer:
+        room = ADAPTER_ROOM if self._payload == "adapter" else {}
         options = {
             "name": name,
             "model": str(self._folder / "model"),
-            "engine": {"type": "native", "device": "cpu", "max_context": 128, "max_running": 8},
+            "engine": {"type": "native", "device": "cpu", "max_context": 128, "max_running": 8, **room},
             "threads": 1,
             "deadline_s": DEADLINE_S,
         }
@@ -383,7 +386,7 @@ class Rig:
         told: TellTruth = await engine.peer.call(AskTruth(call=engine.peer.next_call()), deadline_s=START_S)
         if told.version not in self._published | {-1}:
             self.wrong.append(f"{engine.name} claims version {told.version}, which was never published")
-        if told.digests != expected(told.version):
+        if told.digests != expected(self._payload, told.version):
             self.wrong.append(f"{engine.name} has other bits than those of version {told.version}")
         return told
 

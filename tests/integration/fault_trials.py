@@ -29,7 +29,8 @@ from fault_children import Fault
 from fault_rig import DEADLINE_S, Outcome, Rig
 
 TRANSPORTS = ("shared_memory", "files", "http", "collective")
-LINKS = tuple(itertools.product(TRANSPORTS, ("full", "delta")))
+PAYLOADS = ("full", "delta", "adapter")
+LINKS = tuple(itertools.product(TRANSPORTS, PAYLOADS))
 
 _STAGES = {
     "announce": ("announce.enter", "announce.leave"),
@@ -173,9 +174,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
+    parser.add_argument("--payload", choices=PAYLOADS, action="append")
     asked = parser.parse_args()
     trials = [draw(n) for n in (asked.numbers or range(asked.first, asked.first + asked.count))]
     trials = [trial for trial in trials if trial.transport in (asked.transport or TRANSPORTS)]
+    trials = [trial for trial in trials if trial.payload in (asked.payload or PAYLOADS)]
     begun, wrong = time.monotonic(), 0
 
     def say(outcome: Outcome) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from fault_trials import FAMILIES, LINKS, Outcome, carry_out, draw, table
 
-# Every family of faults once, and every link two or three times.
+# Every family of faults once, and every link once or twice.
 SAMPLE = [len(LINKS) * family + (family + 4) % len(LINKS) for family in range(len(FAMILIES))]
 
 
