@@ -213,17 +213,19 @@ def trainer(sock: socket.socket, descriptors: dict[str, Any], options: dict[str,
     sender = open_sender(options["channel"], **options["sender"])
     sender._outlet = outlet = _Outlet(sender._outlet, injector)
     _damage_what_is_stored(sender, outlet, injector)
-    _TrainerServer(sock, _StandIn(options["sender"]["payload"]), sender, injector).serve()
+    stand_in = _StandIn(options["sender"]["payload"], torch.device(options["device"]))
+    _TrainerServer(sock, stand_in, sender, injector).serve()
 
 
 class _StandIn:
     """A trainer whose step is: other weights, under the next number."""
 
-    def __init__(self, payload: str) -> None:
+    def __init__(self, payload: str, device: torch.device):
         self.adapter, self._of = (ADAPTER, adapter) if payload == "adapter" else (None, weights)
         self._at_rest = threading.Lock()
         self._version = 0
-        self._weights = self._of(0)
+        self._device = device
+        self._weights = {name: tensor.to(device) for name, tensor in self._of(0).items()}
 
     @property
     def version(self) -> int:
@@ -242,7 +244,8 @@ class _StandIn:
             yield
 
     def side_stream(self) -> Any:
-        return nullcontext()
+        cuda = self._device.type == "cuda"
+        return torch.cuda.stream(torch.cuda.Stream(self._device)) if cuda else nullcontext()
 
     def tensors(self) -> dict[str, Tensor]:
         return self._weights

@@ -18,8 +18,7 @@ import fault_children as children
 import numpy as np
 from fault_children import Arm, AskTruth, TellTruth
 from fault_processes import fork, forking
-from fault_weights import ADAPTER, ADAPTER_ROOM, MODEL, VOCAB, expected, weights
-from tokenizers import Tokenizer, models, pre_tokenizers
+from fault_weights import ADAPTER, ADAPTER_ROOM, VOCAB, expected, save
 
 from headrace.engine.base import Engine, SampleRequest
 from headrace.engine.messages import EngineReady
@@ -27,7 +26,6 @@ from headrace.engine.pool import EnginePool
 from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, HeadraceError
 from headrace.ipc import Peer
-from headrace.models import save_model
 from headrace.orchestration.processes import ready
 from headrace.publication import Publication, PublicationParts
 from headrace.records import WeightVersion
@@ -39,13 +37,27 @@ from headrace.training.remote import RemoteTrainer, TrainerReady
 if TYPE_CHECKING:
     from fault_trials import Trial
 
-DEADLINE_S = 1.5
-START_S = 60.0
 SLACK_S = 1.0
 """How late a busy machine may wake somebody whose deadline has passed."""
-HEALED_S = DEADLINE_S + 10.0
-"""A version is served everywhere within this, whatever happened: one wait up to its deadline, and the start of a
-process or the waits for room on a disk."""
+
+
+@dataclass(frozen=True)
+class Pace:
+    deadline_s: float
+    start_s: float
+    """For the start of a process, which on CUDA compiles kernels when nobody has before."""
+    healed_s: float
+    """A version is served everywhere within this, whatever happened: one wait up to its deadline, and the start of
+    a process or the waits for room on a disk."""
+    rehearsals: int
+    """Versions under load before the first trial. Kernels are compiled when they are first used, some with the
+    second version, which may take longer than a deadline."""
+
+
+PACES = {
+    "cpu": Pace(deadline_s=1.5, start_s=60.0, healed_s=11.5, rehearsals=0),
+    "cuda": Pace(deadline_s=4.0, start_s=180.0, healed_s=64.0, rehearsals=2),
+}
 
 
 @dataclass
@@ -121,13 +133,15 @@ class Events:
 class Rig:
     """What a run has: processes, a pool, a publication, and requests that never end."""
 
-    def __init__(self, transport: str, payload: str, folder: Path, *, load: int = 3):
+    def __init__(self, transport: str, payload: str, folder: Path, *, device: str = "cpu", load: int = 3):
         self._transport = transport
         self._payload = payload
         self._folder = folder
+        self._device = device
+        self._pace = PACES[device]
         self._load = load
         self._context = forking()
-        self._config = SyncConfig(deadline_s=DEADLINE_S)
+        self._config = SyncConfig(deadline_s=self._pace.deadline_s)
         self._number = 0
         self._published: set[int] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -142,9 +156,9 @@ class Rig:
 
     async def __aenter__(self) -> Rig:
         self._folder.mkdir(parents=True, exist_ok=True)
-        _save(self._folder / "model")
+        save(self._folder / "model")
         # Of a collective: a group that cannot be made is given up in time.
-        options = {"timeout_s": DEADLINE_S, "bucket_bytes": children.BUCKET_BYTES}
+        options = {"timeout_s": self._pace.deadline_s, "bucket_bytes": children.BUCKET_BYTES}
         self._channel = open_channel(
             self._transport,
             folder=str(self._folder / "versions"),
@@ -153,15 +167,18 @@ class Rig:
         self.engines: list[RemoteEngine] = []
         for i in range(2):
             peer = await self._engine_process(f"engine-{i}")
-            engine = RemoteEngine(peer, deadline_s=DEADLINE_S, close_s=10.0, on_death=self._deaths.put_nowait)
-            self.engines.append(engine)
-            await ready(peer, EngineReady, START_S)
+            deadlines = {"deadline_s": self._pace.deadline_s, "close_s": 10.0}
+            self.engines.append(RemoteEngine(peer, **deadlines, on_death=self._deaths.put_nowait))
+            await ready(peer, EngineReady, self._pace.start_s)
         adapter = ADAPTER.name if self._payload == "adapter" else None
-        self.pool = EnginePool(self.engines, adapter=adapter, revive_s=HEALED_S + START_S)
+        self.pool = EnginePool(self.engines, adapter=adapter, revive_s=self._pace.healed_s + self._pace.start_s)
         await self._start_trainer()
         await self._healed(await self._train())
         self._tasks += [asyncio.create_task(self._sample(i)) for i in range(self._load)]
         self._tasks += [asyncio.create_task(self._look(engine)) for engine in self.engines]
+        for _ in range(self._pace.rehearsals):
+            await self._check_requests()
+            await self._healed(await self._train())
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -181,7 +198,7 @@ class Rig:
         self.wrong.clear()
         self._events.failures.clear()
         self._parts.publisher = TimedPublisher(
-            SyncConfig(deadline_s=DEADLINE_S, schedule=trial.schedule, interrupt=trial.interrupt),  # type: ignore[arg-type]
+            SyncConfig(deadline_s=self._pace.deadline_s, schedule=trial.schedule, interrupt=trial.interrupt),  # type: ignore[arg-type]
             self,
         )
         victim = {engine.name: engine for engine in (*self.engines,)}.get(trial.at, self.trainer).peer
@@ -191,10 +208,10 @@ class Rig:
         self._publication.produced(self._version(number), due=True)
         beside = [asyncio.create_task(self._train_on(trial))]
         if trial.fault.action == "stop":
-            beside.append(asyncio.create_task(self._wake(victim, trial.pause_s)))
-        healed, struck = HEALED_S, False
+            beside.append(asyncio.create_task(self._wake(victim, trial.pause * self._pace.deadline_s)))
+        healed, struck = self._pace.healed_s, False
         try:
-            async with asyncio.timeout(HEALED_S):
+            async with asyncio.timeout(self._pace.healed_s):
                 await self._healed(number)
                 await beside[0]
                 await self._healed(self._number)
@@ -205,7 +222,7 @@ class Rig:
             healed = time.monotonic() - begun
         except TimeoutError:
             has = {engine.name: engine.version for engine in self.engines}
-            self.wrong.append(f"version {number} was not served after {HEALED_S} s: {has}")
+            self.wrong.append(f"version {number} was not served after {self._pace.healed_s} s: {has}")
         except HeadraceError as error:
             self.wrong.append(f"the run ended: {error}")
         for task in beside:
@@ -214,8 +231,8 @@ class Rig:
         await self._check_engines()
         await self._check_requests()
         longest = max(self.waits, default=0.0)
-        if longest > DEADLINE_S + SLACK_S:
-            self.wrong.append(f"somebody waited {longest:.2f} s, with a deadline of {DEADLINE_S} s")
+        if longest > self._pace.deadline_s + SLACK_S:
+            self.wrong.append(f"somebody waited {longest:.2f} s, with a deadline of {self._pace.deadline_s} s")
         return Outcome(
             trial, struck, healed, longest, list(self.replaced), list(self._events.failures), list(self.wrong)
         )
@@ -224,14 +241,14 @@ class Rig:
         if trial.fault.point == "sent":
             self._kill_trainer_at = trial.stage
             return 0
-        told = await victim.call(Arm(call=victim.next_call(), fault=trial.fault), deadline_s=START_S)
+        told = await victim.call(Arm(call=victim.next_call(), fault=trial.fault), deadline_s=self._pace.start_s)
         return told.struck
 
     async def _struck(self, victim: Peer, before: int) -> bool:
         """Whether the fault happened. One that did not is taken back."""
         self._kill_trainer_at = None
         try:
-            told = await victim.call(Arm(call=victim.next_call(), fault=None), deadline_s=START_S)
+            told = await victim.call(Arm(call=victim.next_call(), fault=None), deadline_s=self._pace.start_s)
         except ComponentDied:
             return True
         return told.struck > before
@@ -284,10 +301,10 @@ class Rig:
 
     async def _start_trainer(self) -> None:
         sender = {"payload": self._payload, "dtype": "float32", "anchor_every": 10}
-        peer = await self._fork("trainer", children.trainer, {"sender": sender})
-        self.trainer = TimedTrainer(peer, step_s=START_S, stage_s=DEADLINE_S, close_s=10.0)
+        peer = await self._fork("trainer", children.trainer, {"sender": sender, "device": self._device})
+        self.trainer = TimedTrainer(peer, step_s=self._pace.start_s, stage_s=self._pace.deadline_s, close_s=10.0)
         self.trainer.waits = self.waits
-        await ready(peer, TrainerReady, START_S)
+        await ready(peer, TrainerReady, self._pace.start_s)
         self._parts = PublicationParts(
             trainer=self.trainer,
             publisher=TimedPublisher(self._config, self),
@@ -316,7 +333,7 @@ class Rig:
         self.replaced.append(engine.name)
         await engine.peer.kill()
         engine.adopt(await self._engine_process(engine.name))
-        await ready(engine.peer, EngineReady, START_S)
+        await ready(engine.peer, EngineReady, self._pace.start_s)
 
     async def _revive(self) -> None:
         while True:
@@ -327,9 +344,9 @@ class Rig:
         options = {
             "name": name,
             "model": str(self._folder / "model"),
-            "engine": {"type": "native", "device": "cpu", "max_context": 128, "max_running": 8, **room},
+            "engine": {"type": "native", "device": self._device, "max_context": 128, "max_running": 8, **room},
             "threads": 1,
-            "deadline_s": DEADLINE_S,
+            "deadline_s": self._pace.deadline_s,
         }
         return await self._fork(name, children.engine, options)
 
@@ -374,7 +391,7 @@ class Rig:
 
     async def _check_requests(self) -> None:
         """All that ran are answered, and others after them."""
-        answered, end = list(self._answers), time.monotonic() + HEALED_S
+        answered, end = list(self._answers), time.monotonic() + self._pace.healed_s
         while any(now == before for now, before in zip(self._answers, answered, strict=True)):
             failed = [task.exception() for task in self._tasks if task.done()]
             if failed or time.monotonic() > end:
@@ -383,17 +400,11 @@ class Rig:
             await asyncio.sleep(0.005)
 
     async def _check(self, engine: RemoteEngine) -> TellTruth:
-        told: TellTruth = await engine.peer.call(AskTruth(call=engine.peer.next_call()), deadline_s=START_S)
+        told: TellTruth = await engine.peer.call(
+            AskTruth(call=engine.peer.next_call()), deadline_s=self._pace.start_s
+        )
         if told.version not in self._published | {-1}:
             self.wrong.append(f"{engine.name} claims version {told.version}, which was never published")
         if told.digests != expected(self._payload, told.version):
             self.wrong.append(f"{engine.name} has other bits than those of version {told.version}")
         return told
-
-
-def _save(model: Path) -> None:
-    if not model.exists():
-        save_model(weights(0), MODEL, model)
-        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
-        words.pre_tokenizer = pre_tokenizers.Whitespace()
-        words.save(str(model / "tokenizer.json"))

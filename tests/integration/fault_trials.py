@@ -8,6 +8,7 @@ or to run many with a table of what happened:
 
     python tests/integration/fault_trials.py 17 203         # these, each on a rig of its own
     python tests/integration/fault_trials.py --count 500
+    python tests/integration/fault_trials.py --device cuda --count 40
 """
 
 from __future__ import annotations
@@ -26,11 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from fault_children import Fault
-from fault_rig import DEADLINE_S, Outcome, Rig
+from fault_rig import Outcome, Rig
 
 TRANSPORTS = ("shared_memory", "files", "http", "collective")
 PAYLOADS = ("full", "delta", "adapter")
 LINKS = tuple(itertools.product(TRANSPORTS, PAYLOADS))
+CUDA_LINKS = (("cuda_ipc", "full"), ("cuda_ipc", "adapter"))
+"""Between processes on one GPU."""
 
 _STAGES = {
     "announce": ("announce.enter", "announce.leave"),
@@ -72,8 +75,8 @@ class Trial:
     fault: Fault
     at: str
     """trainer, engine-0 or engine-1."""
-    pause_s: float
-    """How long a process that is stopped stays so."""
+    pause: float
+    """How long a process that is stopped stays so, in deadlines."""
     schedule: str
     interrupt: str
     trains_on_s: float | None
@@ -83,7 +86,7 @@ class Trial:
         fault, where = self.fault, f"{self.family} at {self.fault.point} of {self.at}"
         return (
             f"trial {self.number} ({self.transport}, {self.payload}): {where}, moment {fault.moment:.3f}, "
-            f"place {fault.place:.3f}, times {fault.times}, pause {self.pause_s:.2f} s, {self.schedule}, "
+            f"place {fault.place:.3f}, times {fault.times}, pause {self.pause:.2f} deadlines, {self.schedule}, "
             f"{self.interrupt}, trains on after {self.trains_on_s}"
         )
 
@@ -92,7 +95,7 @@ def draw(number: int, links: Sequence[tuple[str, str]] = LINKS) -> Trial:
     """Numbers that follow each other go through all links, and then through all families."""
     rng = random.Random(number)
     transport, payload = links[number % len(links)]
-    # Two of the transports need no room but memory.
+    # The other transports need no room but memory.
     families = [one for one in _DECK if one[0] != "full disk" or transport in ("shared_memory", "files")]
     family, stage = families[number // len(links) % len(families)]
     stage = stage or rng.choice(list(_STAGES))
@@ -118,7 +121,7 @@ def draw(number: int, links: Sequence[tuple[str, str]] = LINKS) -> Trial:
         stage=stage,
         fault=Fault(point=point, action=action, moment=moment, place=rng.random(), times=rng.randint(1, 3)),
         at="trainer" if by_trainer else rng.choice(("engine-0", "engine-1")),
-        pause_s=DEADLINE_S * rng.uniform(*pause),
+        pause=rng.uniform(*pause),
         schedule=rng.choice(("never_stop", "never_stop", "never_stop", "blocking")),
         interrupt=rng.choice(("keep", "keep", "keep", "recompute", "resume", "retry")),
         trains_on_s=rng.uniform(0.0, 0.05) if rng.random() < 0.3 else None,
@@ -129,7 +132,12 @@ def draw(number: int, links: Sequence[tuple[str, str]] = LINKS) -> Trial:
 
 
 async def carry_out(
-    trials: Sequence[Trial], folder: Path, say: Any = lambda outcome: None, abreast: int = 3
+    trials: Sequence[Trial],
+    folder: Path,
+    say: Any = lambda outcome: None,
+    *,
+    device: str = "cpu",
+    abreast: int = 3,
 ) -> list[Outcome]:
     """Those of one link one after another on one rig, some links beside each other."""
     room = asyncio.Semaphore(abreast)
@@ -141,7 +149,7 @@ async def carry_out(
         found: list[Outcome] = []
         while len(found) < len(those):
             # What went wrong may go on to be: the trials after it are carried out on another rig.
-            async with room, Rig(*link, folder / "-".join(link)) as rig:
+            async with room, Rig(*link, folder / "-".join(link), device=device) as rig:
                 for trial in those[len(found) :]:
                     found.append(await rig.carry_out(trial))
                     say(found[-1])
@@ -152,6 +160,11 @@ async def carry_out(
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(all_of(link, those)) for link, those in by_link.items()]
     return [outcome for task in tasks for outcome in task.result()]
+
+
+def complaints(outcomes: Sequence[Outcome]) -> list[str]:
+    wrong = [f"{outcome.trial}: {'; '.join(outcome.wrong)}" for outcome in outcomes if outcome.wrong]
+    return wrong + [f"{outcome.trial}: the fault did not strike" for outcome in outcomes if not outcome.struck]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -173,12 +186,14 @@ def main() -> int:
     parser.add_argument("numbers", nargs="*", type=int)
     parser.add_argument("--count", type=int, default=0)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--transport", choices=TRANSPORTS, action="append")
     parser.add_argument("--payload", choices=PAYLOADS, action="append")
     asked = parser.parse_args()
-    trials = [draw(n) for n in (asked.numbers or range(asked.first, asked.first + asked.count))]
-    trials = [trial for trial in trials if trial.transport in (asked.transport or TRANSPORTS)]
-    trials = [trial for trial in trials if trial.payload in (asked.payload or PAYLOADS)]
+    links = LINKS if asked.device == "cpu" else CUDA_LINKS
+    trials = [draw(n, links) for n in (asked.numbers or range(asked.first, asked.first + asked.count))]
+    trials = [trial for trial in trials if not asked.transport or trial.transport in asked.transport]
+    trials = [trial for trial in trials if not asked.payload or trial.payload in asked.payload]
     begun, wrong = time.monotonic(), 0
 
     def say(outcome: Outcome) -> None:
@@ -187,7 +202,7 @@ def main() -> int:
         print(f"[{time.monotonic() - begun:6.1f} s] {outcome.line()}", flush=True)
 
     with tempfile.TemporaryDirectory(prefix="headrace-faults-") as folder:
-        outcomes = asyncio.run(carry_out(trials, Path(folder), say))
+        outcomes = asyncio.run(carry_out(trials, Path(folder), say, device=asked.device))
     print(table(outcomes))
     needless = [o.trial.number for o in outcomes if set(o.replaced) - o.at_fault]
     unstruck = [o.trial.number for o in outcomes if not o.struck]

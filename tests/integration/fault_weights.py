@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from headrace.models import ModelConfig, random_model
+from headrace.models import ModelConfig, random_model, save_model
 from headrace.sync.base import AdapterSpec
 from headrace.sync.digest import digests
 from headrace.training.config import LoraConfig
@@ -62,6 +64,15 @@ def expected(payload: str, version: int) -> tuple[int, ...]:
 
 def bits(tensors: Mapping[str, Tensor]) -> tuple[int, ...]:
     return tuple(digests([tensors[name].contiguous() for name in sorted(tensors)]))
+
+
+def save(model: Path) -> None:
+    """What an engine has before its first version."""
+    if not model.exists():
+        save_model(weights(0), MODEL, model)
+        words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+        words.pre_tokenizer = pre_tokenizers.Whitespace()
+        words.save(str(model / "tokenizer.json"))
 
 
 def _random_adapter() -> dict[str, Tensor]:

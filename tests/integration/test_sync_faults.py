@@ -14,7 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from fault_trials import FAMILIES, LINKS, Outcome, carry_out, draw, table
+from fault_rig import Outcome
+from fault_trials import FAMILIES, LINKS, carry_out, complaints, draw, table
 
 # Every family of faults once, and every link once or twice.
 SAMPLE = [len(LINKS) * family + (family + 4) % len(LINKS) for family in range(len(FAMILIES))]
@@ -22,11 +23,6 @@ SAMPLE = [len(LINKS) * family + (family + 4) % len(LINKS) for family in range(le
 
 def trials(numbers: Iterable[int], folder: Path) -> list[Outcome]:
     return asyncio.run(carry_out([draw(number) for number in numbers], folder))
-
-
-def faults(outcomes: list[Outcome]) -> list[str]:
-    wrong = [f"{outcome.trial}: {'; '.join(outcome.wrong)}" for outcome in outcomes if outcome.wrong]
-    return wrong + [f"{outcome.trial}: the fault did not strike" for outcome in outcomes if not outcome.struck]
 
 
 def test_the_sample_has_every_fault_and_every_link():
@@ -37,7 +33,7 @@ def test_the_sample_has_every_fault_and_every_link():
 
 def test_weight_sync_heals_after_any_fault(tmp_path):
     outcomes = trials(SAMPLE, tmp_path)
-    assert faults(outcomes) == []
+    assert complaints(outcomes) == []
     assert len(outcomes) == len(FAMILIES)
 
 
@@ -46,5 +42,5 @@ def test_weight_sync_heals_after_any_fault(tmp_path):
 def test_weight_sync_heals_after_500_faults(tmp_path):
     outcomes = trials(range(500), tmp_path)
     print(table(outcomes))
-    assert faults(outcomes) == []
+    assert complaints(outcomes) == []
     assert len(outcomes) == 500
