@@ -13,14 +13,6 @@ from typing import Any
 
 from headrace.ipc import Peer
 
-_PRELOADED = (
-    "headrace.engine.native.core",
-    "headrace.engine.native.graphs",
-    "headrace.kernels.cast",
-    "headrace.kernels.digest",
-    "headrace.tokenizer",
-)
-
 
 class Forked:
     """A process forked from one that has imported torch: it starts in a fraction of a second."""
@@ -45,12 +37,10 @@ class Forked:
 
 
 def forking() -> Any:
-    """Where processes are forked from. It imports what this process would, with one thread.
-
-    CUDA does not survive a fork: whoever asks there whether it is available must not begin with it.
-    """
+    """Where processes are forked from. It imports what this process would, with one thread, and whoever asks there
+    whether CUDA is available does not begin with it."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", *_PRELOADED, "fault_children"])
+    context.set_forkserver_preload(["fault_preloaded"])
     before = dict(os.environ)
     os.environ |= {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
