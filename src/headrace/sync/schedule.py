@@ -99,8 +99,9 @@ class Publisher:
         if self._config.schedule == "never_stop":
             yield
             return
-        await self._stage(engine, "announce", engine.pause())
         try:
+            # One that was told to stand still may do so although nobody heard it say so.
+            await self._stage(engine, "announce", engine.pause())
             yield
         except BaseException as error:
             # All are told. Only who answered is waited for: who did not in time would have as much time again.
@@ -108,7 +109,7 @@ class Publisher:
             self._resuming.add(resuming)
             resuming.add_done_callback(self._resumed)
             if isinstance(error, SyncError):
-                await resuming
+                await asyncio.shield(resuming)
             raise
         else:
             await self._stage(engine, "acknowledge", engine.resume())

@@ -78,6 +78,32 @@ def test_a_drain_past_the_deadline_fails_and_the_engine_serves_what_it_served():
     run_virtual(main())
 
 
+@pytest.mark.parametrize("end", ["deadline", "cancelled"])
+def test_an_engine_that_was_told_to_pause_goes_on_although_its_answer_was_not_awaited(end):
+    async def main() -> None:
+        engine, trainer = fake_pair()
+        await publish(engine, trainer, 1, SyncConfig())
+        pause = engine.pause
+
+        async def answer_late() -> None:
+            await pause()
+            await asyncio.sleep(0.5)
+
+        engine.pause = answer_late  # type: ignore[method-assign]
+        deadline_s = 0.2 if end == "deadline" else 10.0
+        publishing = asyncio.create_task(
+            publish(engine, trainer, 2, SyncConfig(schedule="blocking", deadline_s=deadline_s))
+        )
+        await asyncio.sleep(0.3)
+        publishing.cancel()
+        await asyncio.wait({publishing})
+        assert publishing.cancelled() == (end == "cancelled")
+        async with asyncio.timeout(5.0):
+            assert (await engine.sample(request([3], 2))).versions.tolist() == [1, 1]
+
+    run_virtual(main())
+
+
 def test_a_paused_engine_cannot_be_drained():
     with pytest.raises(ConfigError, match=r"drain.*never_stop"):
         SyncConfig(schedule="blocking", interrupt="drain").check()
