@@ -16,7 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.messages import EngineReady
 from headrace.engine.remote import RemoteEngine
+from headrace.errors import Superseded
 from headrace.models import ModelConfig, save_model
 from headrace.orchestration.processes import ready, spawn
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
@@ -99,6 +100,11 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
         number = 0
         published: list[Published] = []
 
+        async def over(publishing: asyncio.Task[Published]) -> None:
+            # As in a run: a step that is over before its version was asked for leaves the next one to be published.
+            with suppress(Superseded):
+                published.append(await publishing)
+
         async def block(publishing: bool) -> list[float]:
             """Seconds of each step, from one's end to the next one's."""
             nonlocal number
@@ -109,15 +115,13 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
                 await trainer.train(msgspec.structs.replace(batch, step=number + 1, version=number))
                 number += 1
                 if under_way is not None:
-                    published.append(await under_way)
+                    await over(under_way)
                 if publishing:
                     under_way = asyncio.create_task(publish(number))
-                    # The trainer is asked for it before the next step begins, which may be over in no time.
-                    await asyncio.sleep(0)
                 seconds.append(time.perf_counter() - begun)
                 begun = time.perf_counter()
             if under_way is not None:
-                await under_way
+                await over(under_way)
             return seconds[1:]
 
         # The first blocks warm both ways up.
@@ -143,6 +147,7 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
         "tokens_in_batch": work.groups * work.group_size * (work.prompt + work.completion),
         "generating": usage.running,
         "steps_of_each": len(spent[True]),
+        "published": len(published),
         "step_ms_without": 1e3 * without,
         "step_ms_with": 1e3 * with_sync,
         "ratio": statistics.median(ratios),
