@@ -29,6 +29,7 @@ from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
 from headrace.bench.small_model import write_tokenizer
 from headrace.bench.sync import lesson
+from headrace.bench.sync.served import all_have
 from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.messages import EngineReady
@@ -88,10 +89,7 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
             version = WeightVersion(number=number, parent=number - 1, step=number)
             to = [Destination(name=engine.name, version=engine.version)]
             manifest = await trainer.stage(version, to)
-            done = await publisher.publish(manifest, trainer.seal(number), [engine])
-            for error in done.failed.values():
-                raise error
-            return done
+            return all_have(await publisher.publish(manifest, trainer.seal(number), [engine]))
 
         await publish(0)
         requests = _requests(work, vocabulary, seed)

@@ -456,7 +456,7 @@ def cuts(nbytes: int, where: Location) -> list[tuple[int, int]]:
         ahead.append(size)
         left -= 2 * size
         size = min(2 * size, where.bucket_bytes)
-    second = max(left // 2 // ALIGN * ALIGN, left - size, 0)
+    second = max(left // 2 // ALIGN * ALIGN, left - size)
     between = [left] if left <= size else [left - second, second]
     ends = [min(end, nbytes) for end in accumulate([0, *ahead, *between, *reversed(ahead)])]
     return [(first, last) for first, last in pairwise(ends) if first < last]
