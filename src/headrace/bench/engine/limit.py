@@ -16,9 +16,11 @@ from headrace.models.shapes import EMBEDDING
 
 CUDA_BYTES = 4 * 2**30
 CPU_BYTES = 2**27
-ROUNDS = 5
-PASSES = 4
-"""Reads of the whole memory in one round: a launch's cost vanishes beside them."""
+WARM_UP_S = 0.3
+"""Of each way to read on a device: clocks take that long to settle."""
+ROUNDS, CUDA_ROUNDS = 5, 20
+PASSES, CUDA_PASSES = 4, 16
+"""Reads of the whole memory in one round: a launch's cost vanishes beside them, and so does a moment's luck."""
 
 
 def weight_bytes(config: ModelConfig, item: int = DTYPE.itemsize) -> int:
@@ -43,10 +45,12 @@ def limit_s(config: ModelConfig, sequences: int, context: float, bandwidth: floa
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best of several ways to read memory far larger than any cache."""
+    """Bytes a second: the best round of several ways to read memory far larger than any cache, full of noise."""
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
-    words = torch.ones(size // 4, dtype=torch.int32, device=device)
-    return max(size / _seconds(read, device) for read in _readers(words))
+    words = torch.empty(size // 4, dtype=torch.int32, device=device)
+    words.view(DTYPE).normal_()
+    seconds = _cuda_seconds if words.is_cuda else _seconds
+    return max(size / seconds(read) for read in _readers(words))
 
 
 def _readers(words: Tensor) -> list[Callable[[], object]]:
@@ -59,20 +63,31 @@ def _readers(words: Tensor) -> list[Callable[[], object]]:
     return readers
 
 
-def _seconds(read: Callable[[], object], device: torch.device) -> float:
+def _seconds(read: Callable[[], object]) -> float:
     """Of one read, in the best of several rounds."""
     best = math.inf
     read()
     for _ in range(ROUNDS):
-        _wait(device)
         began = time.perf_counter()
         for _ in range(PASSES):
             read()
-        _wait(device)
         best = min(best, (time.perf_counter() - began) / PASSES)
     return best
 
 
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
+def _cuda_seconds(read: Callable[[], object]) -> float:
+    """`_seconds` by the device's clock, once it is warm."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < WARM_UP_S:
+        read()
         torch.cuda.synchronize()
+    best = math.inf
+    for _ in range(CUDA_ROUNDS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(CUDA_PASSES):
+            read()
+        end.record()
+        end.synchronize()
+        best = min(best, 1e-3 * begin.elapsed_time(end) / CUDA_PASSES)
+    return best
