@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_attention_kernels import Case
 from test_attention_kernels import close as close_anywhere
+from test_rotate import assert_same, projected, rotation_of
 
 from headrace.kernels import attention as A
 from headrace.kernels import hopper_decode as H
@@ -127,6 +128,50 @@ def test_it_sees_what_the_kernel_before_it_writes(counters):
         torch.cuda.synchronize()
         graph.replay()
         close(out, case.expected(raw, case.places, case.lengths - 1))
+
+
+@pytest.mark.parametrize("extra", [0, 64])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_the_projections_left_is_normed_turned_written_and_attended_to(shape, normed, extra, counters):
+    """In a graph, replayed over new projections; every third token's key is in the cache already."""
+    heads, groups, dim, page = shape
+    lengths = np.array([1, 2, 16, 17, 63, 64, 65, 66, 128, 129, 700, 5000, *range(300, 560)])
+    case = Case(3, lengths=lengths, heads=heads, groups=groups, dim=dim, page=page, dtype=torch.bfloat16)
+    tokens, newest = len(lengths), lengths - 1
+    rotation = rotation_of(tokens, dim, torch.bfloat16, normed=normed)
+    q, k, v = projected(tokens, heads, groups, dim, torch.bfloat16)
+    rows = torch.from_numpy(case.table[case.places, newest // page] * page + newest % page).int().cuda()
+    rows[2::3] = -1
+    items, merges = (torch.from_numpy(one).cuda() for one in A.decode_items(lengths, case.places, extra, H.KEYS))
+    partial, statistics = (torch.empty(len(items), heads, width, device="cuda") for width in (dim, 2))
+    made, out = H.Projected(k, v, rotation, rows), torch.empty(tokens, heads, dim, device="cuda", dtype=q.dtype)
+    caches = [case.keys.clone(), case.values.clone()]
+    assert made.fits
+    fresh = torch.empty(tokens, (heads + 2 * groups) * dim, device="cuda", dtype=q.dtype)
+
+    def step() -> None:
+        q._base.copy_(fresh)
+        work = case.device_table, items, merges, out, counters, partial, statistics, made
+        H.attend_single(q, A.Cache.paged(*caches), *work)
+
+    fresh.normal_()
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(10):
+        fresh.normal_()
+        out.fill_(float("nan"))
+        for cache in caches:
+            cache.flatten(1, 2)[:, rows[rows >= 0].long()] = float("nan")
+        torch.cuda.synchronize()
+        graph.replay()
+        turned = rotate_and_write(q, k, v, rotation, case.keys, case.values, rows)
+        close(out, case.expected(turned, case.places, newest))
+        for cache, right in zip(caches, (case.keys, case.values), strict=True):
+            assert_same(cache, right, normed=normed)
+    assert not counters.any()
 
 
 def test_launches_after_each_other_share_the_counters(counters):

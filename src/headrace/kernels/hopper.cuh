@@ -56,6 +56,11 @@ __device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column,
                  " [%0], [%1, {%2, %3}], [%4], %5;"
                  ::"r"(to), "l"(from), "r"(column), "r"(row), "r"(barrier), "l"(hint) : "memory");
 }
+// As they are. Addresses and number are multiples of 16.
+__device__ __forceinline__ void fetch_bytes(u32 to, const void *from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
 __device__ __forceinline__ void clear_16_bytes(u32 shared) {
     asm volatile("st.shared.v4.b32 [%0], {%1, %1, %1, %1};" ::"r"(shared), "r"(0) : "memory");
 }
@@ -85,6 +90,11 @@ __device__ __forceinline__ float lowest() { return __int_as_float(0xFF800000); }
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float inverse_root(float x) {
+    float y;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 

@@ -11,12 +11,14 @@ import functools
 import math
 import warnings
 from ctypes import c_float, c_int, c_void_p
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headrace.kernels import cuda, launch
 from headrace.kernels.attention import Cache
+from headrace.kernels.rotate import Turn
 
 KEYS = 64
 """Of a tile: items are split at multiples of it, and pages hold a multiple of it."""
@@ -36,17 +38,55 @@ class Maps(ctypes.Structure):
     _fields_ = tuple((name, cuda.TensorMap) for name in ("keys", "values", "few_keys", "few_values"))
 
 
+class Projected(NamedTuple):
+    """With these, queries too are as their projection left them: it then does what `rotate_and_write` does."""
+
+    k_tgd: Tensor
+    v_tgd: Tensor
+    rotation: Turn
+    rows_t: Tensor
+    """int32: where in a head's rows of the cache a token's key and value go; negative: they are there."""
+
+    @property
+    def normed(self) -> bool:
+        return self.rotation[2] is not None
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of it can be read as the kernel does."""
+        cos, sin, *norms, _ = self.rotation
+        whole = cos, sin, *(one for one in norms if one is not None)
+        by_token = self.k_tgd, self.v_tgd
+        if any(one.dtype != torch.bfloat16 or not _aligned(one) for one in (*whole, *by_token)):
+            return False
+        heads_together = all(one.stride()[1:] == (one.shape[2], 1) for one in by_token)
+        listed = self.rows_t.dtype == torch.int32 and self.rows_t.is_contiguous()
+        return heads_together and listed and all(one.is_contiguous() for one in whole)
+
+
+ALIGN_BYTES = 16
+"""Of what is copied for each token."""
+
+
+class ProjectedArguments(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("k", "v", "cos", "sin", "q_norm", "k_norm", "keys", "values", "rows")),
+        *((name, c_int) for name in ("k_stride", "v_stride")),
+        ("eps", c_float),
+    )
+
+
 def serves(q_thd: Tensor, cache: Cache) -> bool:
     if not (q_thd.is_cuda and q_thd.dtype == cache.keys.dtype == torch.bfloat16 and cuda.available()):
         return False
-    if torch.cuda.get_device_capability(q_thd.device)[0] != 9:
+    if torch.cuda.get_device_capability(q_thd.device)[0] != 9 or not _aligned(q_thd):
         return False
     (_, heads, dim), groups = q_thd.shape, cache.keys.shape[0]
     whole = cache.page > 0 and cache.page % KEYS == 0 and cache.row == dim
     if not (whole and dim in STAGES and heads // groups <= MOST_QUERIES):
         return False
     with torch.cuda.device(q_thd.device):
-        return _kernel(dim, heads // groups, groups, cache.page, torch.cuda.current_device()) is not None
+        return _kernel(*_sizes(q_thd, cache), torch.cuda.current_device()) is not None
 
 
 def attend_single(
@@ -59,16 +99,16 @@ def attend_single(
     counters: Tensor,
     partial: Tensor | None = None,
     statistics: Tensor | None = None,
+    projected: Projected | None = None,
 ) -> None:
     """As `attention.attend` and then `merge`, for items of one query each. For what `serves` accepts.
 
-    The kernel launched just before this one must not write table or items, and must wait before it lets this one
-    begin (`launch.wait`), so that all before it has ended. Items of no queries come last. `counters`: as many as
-    `counters_for` says, zeros, that no other launch uses at the same time; they are zeros again afterwards.
-    `partial` and `statistics` are given where an item has a part.
+    The kernel launched just before this one must not write table, items, rows or norms, and must wait before it
+    lets this one begin (`launch.wait`), so that all before it has ended. Items of no queries come last.
+    `counters`: as many as `counters_for` says, zeros, that no other launch uses at the same time; they are zeros
+    again afterwards. `partial` and `statistics` are given where an item has a part. `projected` is one that `fits`.
     """
-    _, heads, dim = q_thd.shape
-    groups = cache.keys.shape[0]
+    dim, groups = q_thd.shape[2], cache.keys.shape[0]
     pieces = groups * len(items)
     if not pieces:
         return
@@ -77,6 +117,7 @@ def attend_single(
         Maps(*(cuda.tensor_map(one, keys * dim // BOX, BOX) for keys in (KEYS, FEW) for one in lines)),
         *(c_void_p(one.data_ptr()) for one in (q_thd, table, items, merges, out_thd)),
         *(c_void_p((out_thd if one is None else one).data_ptr()) for one in (partial, statistics)),
+        ProjectedArguments() if projected is None else _arguments(projected, cache),
         c_void_p(counters.data_ptr()),
         c_int(pieces),
         *(c_int(number) for number in (q_thd.stride(0), out_thd.stride(0), cache.head // dim, table.stride(0))),
@@ -84,9 +125,17 @@ def attend_single(
     )
     with torch.cuda.device(q_thd.device):
         device = torch.cuda.current_device()
-        kernel = _kernel(dim, heads // groups, groups, cache.page, device)
+        how = (False, False) if projected is None else (True, projected.normed)
+        kernel = _kernel(*_sizes(q_thd, cache), device, *how)
         assert kernel is not None
         kernel.launch((min(pieces, _blocks(device)), 1, 1), 32 * WARPS, arguments, early=launch.early())
+
+
+def _aligned(by_token: Tensor) -> bool:
+    size = by_token.element_size()
+    return by_token.data_ptr() % ALIGN_BYTES == 0 and (
+        by_token.dim() == 1 or by_token.stride(0) * size % ALIGN_BYTES == 0
+    )
 
 
 def counters_for(merges: int, groups: int) -> int:
@@ -94,11 +143,26 @@ def counters_for(merges: int, groups: int) -> int:
     return 2 + merges * groups
 
 
+def _arguments(projected: Projected, cache: Cache) -> ProjectedArguments:
+    k, v, (cos, sin, q_norm, k_norm, eps), rows = projected
+    tensors = k, v, cos, sin, q_norm, k_norm, cache.keys, cache.values, rows
+    pointers = (None if one is None else one.data_ptr() for one in tensors)
+    return ProjectedArguments(*pointers, k.stride(0), v.stride(0), eps)
+
+
+def _sizes(q_thd: Tensor, cache: Cache) -> tuple[int, int, int, int]:
+    (_, heads, dim), groups = q_thd.shape, cache.keys.shape[0]
+    return dim, heads // groups, groups, cache.page
+
+
 @functools.cache
-def _kernel(dim: int, queries: int, groups: int, page: int, device: int) -> cuda.Kernel | None:
+def _kernel(
+    dim: int, queries: int, groups: int, page: int, device: int, projected: bool = False, norm: bool = False
+) -> cuda.Kernel | None:
     """Of the current device, whose number `device` is. None, with a warning, where it cannot be made."""
-    numbers = constants(dim, queries, groups, page)
-    shared_bytes = STAGES[dim] * 2 * KEYS * dim * 2 + 1024
+    numbers = constants(dim, queries, groups, page, projected, norm)
+    opening = queries + 4 if projected else queries
+    shared_bytes = STAGES[dim] * (2 * KEYS + opening) * dim * 2 + 1024
     try:
         return cuda.Kernel(cuda.source_of("hopper_decode.cu"), "attend_single", numbers, shared_bytes)
     except (RuntimeError, OSError) as error:
@@ -111,5 +175,8 @@ def _blocks(device: int) -> int:
     return BLOCKS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def constants(dim: int, queries: int, groups: int, page: int) -> dict[str, int]:
-    return {"D": dim, "Q": queries, "GROUPS": groups, "PAGE": page, "STAGES": STAGES[dim]}
+def constants(
+    dim: int, queries: int, groups: int, page: int, projected: bool = False, norm: bool = False
+) -> dict[str, int]:
+    sizes = {"D": dim, "Q": queries, "GROUPS": groups, "PAGE": page, "STAGES": STAGES[dim]}
+    return sizes | {"PROJECTED": int(projected), "NORM": int(norm)}

@@ -7,12 +7,15 @@ S tokens of a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+if TYPE_CHECKING:
+    from headrace.models.ops import Rotation
 
 # Padding a bucket may add to its real tokens. Measured on one core, 256 sequences of 10–60 tokens, 4 heads of
 # 32, forward and backward: one call per sequence 55 ms, buckets of equal length 32 ms, of 10 % 27 ms,
@@ -32,7 +35,8 @@ class AttentionContext(Protocol):
 class CacheContext(AttentionContext, Protocol):
     """A context over a cache of pages, which a back end may write itself, as part of another operation.
 
-    It then calls `attend_cached` in place of `attend`, once per layer and pass, in layer order.
+    Once per layer and pass, in layer order, it then calls `attend_projected` in place of `attend`, or
+    `attend_cached`, at the latest when the other has no answer.
     """
 
     @property
@@ -50,6 +54,12 @@ class CacheContext(AttentionContext, Protocol):
 
     def attend_cached(self, layer: int, q_thd: Tensor) -> Tensor:
         """(T, H, D), from rotated queries; the pass's keys and values are in the cache already."""
+        ...
+
+    def attend_projected(
+        self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, rotation: Rotation
+    ) -> Tensor | None:
+        """(T, H, D), from what the projections left; writes the cache too. None: it must be done apart."""
         ...
 
 

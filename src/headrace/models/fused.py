@@ -26,7 +26,7 @@ class FusedOps(ReferenceOps):
 
     Norms, the gate and the rotation are kernels without a backward, so they refuse tensors that want gradients.
     q, k, v and gate, up are one product each where their weights lie side by side (`join`). Over a `CacheContext`
-    the norm per head, the rotation and the cache's write are one launch.
+    the norm per head, the rotation and the cache's write are one launch, or part of attention's.
     """
 
     def __init__(self) -> None:
@@ -74,6 +74,9 @@ class FusedOps(ReferenceOps):
     ) -> Tensor:
         _refuse_gradients(q, k, v, rotation.q_norm, rotation.k_norm)
         if isinstance(context, CacheContext):
+            out = context.attend_projected(layer, q, k, v, rotation)
+            if out is not None:
+                return out
             q = rotate_and_write(q, k, v, rotation, context.keys(layer), context.values(layer), context.rows)
             return context.attend_cached(layer, q)
         q, k = rotate(q, k, rotation)

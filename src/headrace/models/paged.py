@@ -9,6 +9,7 @@ from torch import Tensor
 
 from headrace.kernels import attention as kernels
 from headrace.kernels import decode, hopper_decode
+from headrace.models.ops import Rotation
 from headrace.models.quantized import FLOAT8, to_float8
 
 
@@ -63,18 +64,42 @@ class PagedContext:
         kernels.attend(q_thd, cache, self._table, self._chunks, out_thd, chunk)
         return out_thd
 
+    def attend_projected(
+        self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, rotation: Rotation
+    ) -> Tensor | None:
+        """Where all tokens are single queries of the kernel for Hopper."""
+        cache = kernels.Cache.paged(*self._layer(layer))
+        projected = hopper_decode.Projected(k_tgd, v_tgd, rotation, self.rows)
+        served = not self._invariant and hopper_decode.serves(q_thd, cache) and projected.fits
+        if len(self._chunks) or not served:
+            return None
+        out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
+        self._attend_on_hopper(q_thd, cache, out_thd, projected)
+        return out_thd
+
     def _attend_single(self, q_thd: Tensor, cache: kernels.Cache, out_thd: Tensor) -> None:
-        scratch = self._scratch(q_thd)
         if not self._invariant and hopper_decode.serves(q_thd, cache):
-            work = self._single, self._merges
-            hopper_decode.attend_single(q_thd, cache, self._table, *work, out_thd, self._counters, *scratch)
+            self._attend_on_hopper(q_thd, cache, out_thd)
             return
+        scratch = self._scratch(q_thd)
         if not self._invariant and cache.keys.dtype == FLOAT8 and decode.serves(q_thd, cache):
             decode.attend_single(q_thd, cache, self._table, self._single, out_thd, *scratch)
         else:
             tile = self._single_tile(q_thd.shape[1], cache.keys.shape[0])
             kernels.attend(q_thd, cache, self._table, self._single, out_thd, tile, *scratch)
         self._merge(out_thd)
+
+    def _attend_on_hopper(
+        self,
+        q_thd: Tensor,
+        cache: kernels.Cache,
+        out_thd: Tensor,
+        projected: hopper_decode.Projected | None = None,
+    ) -> None:
+        work, (partial, statistics) = (self._single, self._merges), self._scratch(q_thd)
+        hopper_decode.attend_single(
+            q_thd, cache, self._table, *work, out_thd, self._counters, partial, statistics, projected
+        )
 
     def _single_tile(self, heads: int, groups: int) -> kernels.Tile:
         if self._invariant:

@@ -29,6 +29,7 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
+using std::max;
 using std::min;
 
 typedef unsigned int u32;
@@ -126,6 +127,8 @@ struct Copy {
     TensorMap from;
     u32 to, barrier;
     int column, row;
+    const void *bytes_from = nullptr;  // these as they are, and no tile
+    u32 bytes = 0;
 };
 
 static std::vector<Grid> grids;

@@ -67,20 +67,27 @@ template <int THREADS> __device__ __forceinline__ void await_each_other() { meet
 // ── hopper.cuh: copies ──────────────────────────────────────────────────────────────────────────────────
 
 __device__ __forceinline__ void prepare_fetch(const TensorMap *from) {}
-__device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier, u64 hint) {
-    Block &block = *now->block;
-    const u32 bytes = from->box_rows * LINE;
-    unsigned char *place = shared_at(to, bytes, LINE);
-    for (u32 at = to / 16; at < (to + bytes) / 16; at++)
+static void begin_copy(const Copy &copy, u32 bytes, u32 multiple) {
+    Block &block = *copy.block;
+    unsigned char *place = shared_at(copy.to, bytes, multiple);
+    for (u32 at = copy.to / 16; at < (copy.to + bytes) / 16; at++)
         if (block.unfenced[at]) fail("a copy over what was written with no fence between");
     memset(place, NO_NUMBER, bytes);
-    copies.push_back({&block, *from, to, barrier, column, row});
+    copies.push_back(copy);
     perhaps_let_others_go_first();
+}
+__device__ __forceinline__ void fetch(u32 to, const TensorMap *from, int column, int row, u32 barrier, u64 hint) {
+    begin_copy({now->block, *from, to, barrier, column, row}, from->box_rows * LINE, LINE);
+}
+__device__ __forceinline__ void fetch_bytes(u32 to, const void *from, u32 bytes, u32 barrier) {
+    if ((size_t)from % 16 || bytes % 16) fail("a copy that is not aligned");
+    begin_copy({now->block, {}, to, barrier, 0, 0, from, bytes}, bytes, 16);
 }
 static void land(size_t which) {
     const Copy copy = copies[which];
     copies[which] = copies.back();
     copies.pop_back();
+    if (copy.bytes_from) memcpy(&copy.block->shared[copy.to], copy.bytes_from, copy.bytes);
     for (u32 r = 0; r < copy.from.box_rows; r++)
         for (u32 c = 0; c < LINE / 16; c++) {
             u32 at = copy.to + r * LINE + c * 16;
@@ -91,7 +98,7 @@ static void land(size_t which) {
             else
                 memset(&copy.block->shared[at], 0, 16);
         }
-    barrier_at(*copy.block, copy.barrier).bytes -= (long long)copy.from.box_rows * LINE;
+    barrier_at(*copy.block, copy.barrier).bytes -= (long long)copy.from.box_rows * LINE + copy.bytes;
     complete_if_all_came(*copy.block, copy.barrier);
 }
 __device__ __forceinline__ void clear_16_bytes(u32 shared) {
@@ -125,6 +132,7 @@ __device__ __forceinline__ float power_of_2(float x) {
     const float y = exp2f(x);
     return y < 1.17549435e-38f ? 0.0f : y;  // as NaN is not less, it stays
 }
+__device__ __forceinline__ float inverse_root(float x) { return 1.0f / sqrtf(x); }
 
 // ── hopper.cuh: tensor cores ────────────────────────────────────────────────────────────────────────────
 
@@ -205,7 +213,7 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 
 #include KERNEL
 
-static_assert(ROOM_AT + 1024 + STAGES * STAGE_BYTES <= SHARED_BYTES, "the ring is larger than the model's memory");
+static_assert(ROOM_AT + 1024 + STAGES * (STAGE_BYTES + OPENING_BYTES) <= SHARED_BYTES, "the ring is larger than the model's memory");
 
 // A launch's arguments and size.
 struct Launch {
@@ -216,6 +224,7 @@ struct Launch {
     const Merge *merges;
     unsigned short *out;
     float *partial, *statistics;
+    Projected projected;
     int *counters, pieces, q_stride, out_stride, head_rows, table_stride;
     float scale;
     int blocks, threads;
@@ -235,14 +244,16 @@ static void phase_complete(Block &block, u32 barrier) {
     const u32 stage = (barrier - empty) / sizeof(u64), ring = (ROOM_AT + 1023) & ~1023u;
     Shared &shared = *(Shared *)(block.shared.data() + VARIABLES_AT);
     memset(&block.shared[ring + stage * STAGE_BYTES], NO_NUMBER, STAGE_BYTES);
+    memset(&block.shared[opening_of(ring, stage)], NO_NUMBER, OPENING_BYTES);
+    memset(&shared.item[stage], 0, sizeof(Item));
     shared.piece[stage] = END, shared.begin[stage] = -(1 << 20);
 }
 
 static void live() {
     const Launch &launch = *now->block->grid->launch;
     attend_single(launch.maps, launch.q, launch.table, launch.items, launch.merges, launch.out, launch.partial,
-                  launch.statistics, launch.counters, launch.pieces, launch.q_stride, launch.out_stride,
-                  launch.head_rows, launch.table_stride, launch.scale);
+                  launch.statistics, launch.projected, launch.counters, launch.pieces, launch.q_stride,
+                  launch.out_stride, launch.head_rows, launch.table_stride, launch.scale);
     now->ended = true, now->block->running--;
     _longjmp(scheduler, 1);
 }

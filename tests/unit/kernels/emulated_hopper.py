@@ -34,7 +34,9 @@ class _Launch(ctypes.Structure):
     _fields_ = (
         ("maps", H.Maps),
         *((name, c_void_p) for name in ("q", "table", "items", "merges")),
-        *((name, c_void_p) for name in ("out", "partial", "statistics", "counters")),
+        *((name, c_void_p) for name in ("out", "partial", "statistics")),
+        ("projected", H.ProjectedArguments),
+        ("counters", c_void_p),
         *((name, c_int) for name in ("pieces", "q_stride", "out_stride", "head_rows", "table_stride")),
         ("scale", c_float),
         *((name, c_int) for name in ("blocks", "threads")),
@@ -50,16 +52,25 @@ class Kernels:
 
     def __init__(self, folder: Path):
         self._folder = folder
-        self._made: dict[tuple[int, int, int, int, str], ctypes.CDLL] = {}
+        self._made: dict[tuple[str, tuple[int, ...]], ctypes.CDLL] = {}
 
     def get(
-        self, dim: int, queries: int, groups: int, page: int, change: Callable[[str], str] | None = None
+        self,
+        dim: int,
+        queries: int,
+        groups: int,
+        page: int,
+        change: Callable[[str], str] | None = None,
+        *,
+        projected: bool = False,
+        norm: bool = False,
     ) -> ctypes.CDLL:
         """`change`: of the kernel's text."""
         text = (FOLDER / "hopper_decode.cu").read_text()
-        key = (dim, queries, groups, page, change(text) if change else text)
+        constants = H.constants(dim, queries, groups, page, projected, norm)
+        key = (change(text) if change else text, tuple(constants.values()))
         if key not in self._made:
-            self._made[key] = self._make(f"kernel{len(self._made)}", H.constants(*key[:4]), key[4])
+            self._made[key] = self._make(f"kernel{len(self._made)}", constants, key[0])
         return self._made[key]
 
     def _make(self, name: str, constants: dict[str, int], text: str) -> ctypes.CDLL:
@@ -84,6 +95,7 @@ def attend_single(
     table: np.ndarray,
     items: np.ndarray,
     merges: np.ndarray,
+    projected: H.Projected | None = None,
     *,
     seed: int = 0,
     blocks: Sequence[int] = (4,),
@@ -92,13 +104,12 @@ def attend_single(
     """What launches one after the other, of so many blocks, give after a kernel that writes slowly.
 
     That one writes all that is read, but the first launch's table and items, which may be read before it has ended.
-    `resident`: blocks that run at the same time, at most.
+    `resident`: blocks that run at the same time, at most. With `projected` the caches are written.
     """
     (tokens, heads, dim), (groups, pages, page, _) = q_thd.shape, keys_gnsd.shape
     late = _Late()
     row = heads * dim + PADDING
-    q = np.full((tokens, row), 0xFFFF, np.uint16)
-    q[:, :-PADDING] = _bits(q_thd).reshape(tokens, -1)
+    q = _padded(_bits(q_thd).reshape(tokens, -1))
     late.write(q)
     caches = [_bits(cache).reshape(-1, dim) for cache in (keys_gnsd, values_gnsd)]
     for cache in caches:
@@ -106,6 +117,10 @@ def attend_single(
     works = [[np.array(one, np.int32, order="C") for one in (table, items, merges)] for _ in range(2)]
     for one in works[1]:
         late.write(one, before=0)
+
+    given = [H.ProjectedArguments() for _ in range(2)]
+    if projected is not None:
+        given = [_given(projected, caches, late, written=i > 0) for i in range(2)]
 
     counters = np.zeros(H.counters_for(len(merges), groups), np.int32)
     pieces = groups * len(items)
@@ -115,7 +130,9 @@ def attend_single(
         *(
             _Launch(
                 H.Maps(*(_map(cache, keys) for keys in (H.KEYS, H.FEW) for cache in caches)),
-                *(one.ctypes.data for one in (q, *works[min(i, 1)], out, *scratch, counters)),
+                *(one.ctypes.data for one in (q, *works[min(i, 1)], out, *scratch)),
+                given[min(i, 1)],
+                counters.ctypes.data,
                 *(pieces, row, row, pages * page, table.shape[1]),
                 math.log2(math.e) / math.sqrt(dim),
                 *(min(pieces, count), 32 * H.WARPS),
@@ -127,6 +144,9 @@ def attend_single(
     if words := kernel.run(seed, resident, writes, len(writes), launches, len(launches)):
         raise Fault(words.decode())
     assert not counters.any()
+    if projected is not None:
+        for tensor, cache in zip((keys_gnsd, values_gnsd), caches, strict=True):
+            tensor.copy_(torch.from_numpy(cache.view(np.int16)).view(torch.bfloat16).view(tensor.shape))
     assert all((out[:, -PADDING:] == 0xFFFF).all() for out in outs)
     return [
         torch.from_numpy(out[:, :-PADDING].view(np.int16).copy()).view(torch.bfloat16).view(q_thd.shape)
@@ -145,8 +165,34 @@ class _Late:
         """What is in the array now; until then `before` is there."""
         copy = array.copy()
         array[...] = before
-        self._kept.append(copy)
+        self.keep(copy, array)
         self.writes.append(_Write(array.ctypes.data, copy.ctypes.data, copy.nbytes))
+
+    def keep(self, *arrays: np.ndarray) -> None:
+        """As long as this."""
+        self._kept.extend(arrays)
+
+
+def _given(projected: H.Projected, caches: list[np.ndarray], late: _Late, *, written: bool) -> H.ProjectedArguments:
+    """`written`: by the kernel before, rows and norms too."""
+    k, v, (cos, sin, *norms, eps), rows_t = projected
+    by_token = [_padded(_bits(one).reshape(len(one), -1)) for one in (k, v)]
+    turn, weights = [_bits(one) for one in (cos, sin)], [None if one is None else _bits(one) for one in norms]
+    rows = np.array(rows_t.cpu().numpy(), np.int32)
+    for one in (*by_token, *turn):
+        late.write(one)
+    for one in (rows, *(one for one in weights if one is not None)):
+        late.keep(one)
+        if written:
+            late.write(one, before=0)
+    pointers = (None if one is None else one.ctypes.data for one in (*by_token, *turn, *weights, *caches, rows))
+    return H.ProjectedArguments(*pointers, *(one.shape[1] for one in by_token), eps)
+
+
+def _padded(rows: np.ndarray) -> np.ndarray:
+    padded = np.full((len(rows), rows.shape[1] + PADDING), 0xFFFF, np.uint16)
+    padded[:, :-PADDING] = rows
+    return padded
 
 
 def _bits(tensor: Tensor) -> np.ndarray:

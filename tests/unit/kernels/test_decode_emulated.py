@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from test_attention_kernels import DEVICE, Case, close
+from test_rotate import assert_same, draw, expected_of, rotation_of
 
 from headrace.kernels import attention as A
 from headrace.kernels import hopper_decode as H
@@ -54,27 +55,58 @@ def check(
     empty: int = 0,
     behind: float = float("nan"),
     change=None,
+    normed: bool | None = None,
     **how,
 ) -> None:
-    """That every launch gives the reference's results."""
+    """That every launch gives the reference's results. `normed`: given for what the projections left."""
     groups, _, page, dim = case.keys.shape
     fill_behind(case, behind)
     q = case.queries(len(case.lengths))
-    expected = case.expected(q, case.places, case.lengths - 1).cpu()
     items, merges = A.decode_items(case.lengths, case.places, extra, H.KEYS)
     items = np.concatenate([items, np.zeros((empty, A.ITEM), np.int32)])
-    kernel = kernels.get(dim, case.heads // groups, groups, page, change)
-    found = E.attend_single(kernel, q, case.keys, case.values, case.table, items, merges, **how)
+    sizes = dim, case.heads // groups, groups, page
+    if normed is None:
+        expected = case.expected(q, case.places, case.lengths - 1).cpu()
+        kernel = kernels.get(*sizes, change)
+        found = E.attend_single(kernel, q, case.keys, case.values, case.table, items, merges, **how)
+    else:
+        projected, turned, written = project(case, q, normed=normed)
+        expected = case.expected(turned, case.places, case.lengths - 1).cpu()
+        caches = written[0].clone(), written[1].clone()
+        for cache in caches:
+            cache.flatten(1, 2)[:, projected.rows_t[projected.rows_t >= 0].long()] = behind
+        kernel = kernels.get(*sizes, change, projected=True, norm=normed)
+        found = E.attend_single(kernel, q, *caches, case.table, items, merges, projected, **how)
+        for cache, right in zip(caches, written, strict=True):
+            assert_same(cache.nan_to_num(9.0), right.nan_to_num(9.0), normed=normed)
     for out in found:
         close(out, expected)
         # The mean of many values is small: of what is missing there the largest number tells more.
         assert ((out - expected).abs() <= 2e-2 * expected.abs().amax(-1, keepdim=True)).all()
 
 
+def project(case: Case, q: torch.Tensor, *, normed: bool) -> tuple[H.Projected, torch.Tensor, list[torch.Tensor]]:
+    """(what the projections left beside q, q turned, the caches with the newest keys and values in them).
+
+    Every third token's key and value are there already.
+    """
+    groups, _, page, dim = case.keys.shape
+    tokens, newest = len(case.lengths), case.lengths - 1
+    k, v = (draw(tokens, groups, dim, dtype=torch.bfloat16, seed=seed) for seed in (3, 4))
+    rotation = rotation_of(tokens, dim, torch.bfloat16, normed=normed)
+    turned, key = expected_of(q, k, rotation)
+    rows = torch.from_numpy(case.table[case.places, newest // page] * page + newest % page)
+    rows[2::3] = -1
+    new = rows >= 0
+    for cache, one in ((case.keys, key), (case.values, v)):
+        cache.flatten(1, 2)[:, rows[new].long()] = one[new].transpose(0, 1)
+    return H.Projected(k, v, rotation, rows.int()), turned, [case.keys, case.values]
+
+
 # What a launch may go through, chosen by a seed: for the kernel as it is, and for one with a planted fault.
 
 
-def mixed_launches(kernels: E.Kernels, shape, seed: int, change=None) -> None:
+def mixed_launches(kernels: E.Kernels, shape, seed: int, change=None, **what) -> None:
     dice = np.random.default_rng(seed)
     case = build(seed, shape, dice.permutation([1, 17, 40, 64, 65, 128, 300, 600]))
     check(
@@ -86,7 +118,12 @@ def mixed_launches(kernels: E.Kernels, shape, seed: int, change=None) -> None:
         blocks=dice.integers(1, 16, 3).tolist(),
         resident=int(dice.choice([2, 20, 40])),
         change=change,
+        **what,
     )
+
+
+def projected_launches(kernels: E.Kernels, shape, seed: int, change=None) -> None:
+    mixed_launches(kernels, shape, seed, change, normed=True)
 
 
 def split_sequences(kernels: E.Kernels, shape, seed: int, change=None) -> None:
@@ -174,6 +211,19 @@ def test_launches_of_any_size_one_after_the_other(kernels, shape, seed):
     mixed_launches(kernels, shape, seed)
 
 
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_the_projections_left_is_normed_turned_written_and_attended_to(kernels, shape, normed):
+    check(kernels, build(1, shape, LENGTHS), seed=1, blocks=[5], normed=normed)
+    check(kernels, build(2, shape, [1, 300, 257, 64, 700, 515]), extra=64, blocks=[5, 9], normed=normed)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_projected_launches_of_any_size_one_after_the_other(kernels, shape, seed):
+    projected_launches(kernels, shape, seed)
+
+
 @pytest.mark.parametrize("extra", [0, 4])
 @pytest.mark.parametrize("shape", [SMALL, LARGE])
 def test_scores_that_grow_and_shrink_by_orders_along_a_sequence(kernels, shape, extra):
@@ -190,7 +240,7 @@ def test_one_warp_s_scores_far_above_the_other_s(kernels, shape):
 
 TURN = "if (++stage == STAGES) stage = 0, parity ^= 1;"
 WAIT, LET = "await_kernel_before();\n    ", "let_next_begin();\n    "
-BYTES = "(KEYS / FEW) * count)"
+BYTES = "(KEYS / FEW) * count +"
 CLEARED = "before_copies();\n                    __syncwarp();"
 MEET = "            await_each_other<WARPS * 32>();\n        }\n"
 KNOWN = "merge.parts - 1;\n        await_each_other<WARPS * 32>();\n"
@@ -221,6 +271,30 @@ FAULTS = {
     "parts that came stay counted": ("*come = 0;", ";", 0, split_sequences),
     "parts are joined before it is known": (KNOWN, KNOWN.split("await")[0], 0, split_sequences),
     "sums are written before all are read": (MEET, "        }\n", 0, mixed_launches),
+    "the newest key is read where it lies": (
+        "item.last - (newest != END) - shared",
+        "item.last - shared",
+        0,
+        projected_launches,
+    ),
+    "an opening's bytes are not awaited": ("(begins ? OPENING_BYTES : 0)", "0", 0, projected_launches),
+    "both warps begin with the newest key": ("warp == 0 && newest", "newest", 0, projected_launches),
+    "every row counts the newest key": ("row == 0 ? 1.0f : 0.0f", "1.0f", 0, projected_launches),
+    "a key that is there is made anew": (
+        "max(projected.rows[item.token], END)",
+        "item.token",
+        0,
+        projected_launches,
+    ),
+    "every part has the newest key": ("item.last == item.position + 1", "true", 0, projected_launches),
+    "keys go to another head": ("(u64)group * head_rows + newest", "(u64)newest", 0, projected_launches),
+    "queries are not turned": ("turn(queries, ", "if (false) turn(queries, ", 0, projected_launches),
+    "halves are turned the wrong way": (
+        "const u32 with_a = sines[k]",
+        "const u32 with_a = sines[k + APART]",
+        0,
+        projected_launches,
+    ),
 }
 # In the others the sums of all columns are written at once.
 OF_LARGE = {"sums are written before all are read"}

@@ -9,7 +9,7 @@ from headrace.models.config import ModelConfig
 from headrace.models.fused import FusedOps
 from headrace.models.io import random_model
 from headrace.models.joined import join, joined_names, side_by_side
-from headrace.models.ops import ReferenceOps
+from headrace.models.ops import ReferenceOps, Rotation
 from headrace.models.quantized import Fp8Ops, quantize_together
 from headrace.models.quantized_fused import FusedFp8Ops
 from headrace.models.rope_config import RopeConfig
@@ -183,6 +183,11 @@ class PagedByHand:
     def attend_cached(self, layer: int, q_thd: Tensor) -> Tensor:
         k, v = (cache[layer].flatten(1, 2)[:, self.rows].transpose(0, 1) for cache in (self._keys, self._values))
         return PackedContext([len(q_thd)], DEVICE).attend(layer, q_thd, k, v)
+
+    def attend_projected(
+        self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor, rotation: Rotation
+    ) -> Tensor | None:
+        return None
 
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         raise AssertionError("the cache was to be written by the kernel")

@@ -18,9 +18,11 @@ CUDA_BYTES = 4 * 2**30
 CPU_BYTES = 2**27
 WARM_UP_S = 0.3
 """Of each way to read on a device: clocks take that long to settle."""
-ROUNDS, CUDA_ROUNDS = 5, 20
+SUSTAINED_S = 0.4
+"""And that long it is measured: on average, as steps are, not in its luckiest moment."""
+ROUNDS = 5
 PASSES, CUDA_PASSES = 4, 16
-"""Reads of the whole memory in one round: a launch's cost vanishes beside them, and so does a moment's luck."""
+"""Reads of the whole memory in one round: a launch's cost vanishes beside them."""
 
 
 def weight_bytes(config: ModelConfig, item: int = DTYPE.itemsize) -> int:
@@ -45,7 +47,7 @@ def limit_s(config: ModelConfig, sequences: int, context: float, bandwidth: floa
 
 
 def read_bandwidth(device: torch.device) -> float:
-    """Bytes a second: the best round of several ways to read memory far larger than any cache, full of noise."""
+    """Bytes a second: the best of several ways to read memory far larger than any cache, full of noise."""
     size = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     words = torch.empty(size // 4, dtype=torch.int32, device=device)
     words.view(DTYPE).normal_()
@@ -76,18 +78,19 @@ def _seconds(read: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(read: Callable[[], object]) -> float:
-    """`_seconds` by the device's clock, once it is warm."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < WARM_UP_S:
-        read()
-        torch.cuda.synchronize()
-    best = math.inf
-    for _ in range(CUDA_ROUNDS):
+    """Of one read, by the device's clock, on average over a while once it is warm."""
+    _timed(read, WARM_UP_S)
+    return _timed(read, SUSTAINED_S)
+
+
+def _timed(read: Callable[[], object], seconds: float) -> float:
+    began, on_device, count = time.perf_counter(), 0.0, 0
+    while time.perf_counter() - began < seconds:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         for _ in range(CUDA_PASSES):
             read()
         end.record()
         end.synchronize()
-        best = min(best, 1e-3 * begin.elapsed_time(end) / CUDA_PASSES)
-    return best
+        on_device, count = on_device + 1e-3 * begin.elapsed_time(end), count + CUDA_PASSES
+    return on_device / count
