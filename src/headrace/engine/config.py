@@ -47,7 +47,8 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
     False: with the first version that arrives, whose swap then takes longer."""
     threads: Annotated[int, Meta(ge=1)] | None = None
-    """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
+    """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
+    or more an eighth is left for all else."""
     count: Annotated[int, Meta(ge=1)] = 1
     """Engine processes."""
 

@@ -39,7 +39,7 @@ from headrace.errors import ComponentDied, ConfigError
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare
-from headrace.orchestration.processes import CHILD, ready, spawn
+from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
 from headrace.resume import Start, open_session
@@ -116,8 +116,7 @@ class _Run:
         self._restarts: Counter[str] = Counter()
         self._pipeline: Pipeline | None = None
         """Of the present attempt, once all its parts have started."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._threads = cores if config.synchronous else max(1, cores // 2)
+        self._threads = compute_threads(take_turns=config.synchronous)
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()

@@ -41,6 +41,17 @@ class LocalProcess:
         return status
 
 
+def compute_threads(*, take_turns: bool = False) -> int:
+    """Of the trainer, and of all engines together: half of the cores each, all of them where the two take turns.
+
+    Of eight cores one is left for all else, of sixteen two: messages, environments, publication. A thread of theirs
+    on a core that computes keeps the whole team of it waiting.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores -= cores // 8
+    return max(1, cores if take_turns else cores // 2)
+
+
 async def spawn(
     name: str, entry: str, options: dict[str, Any], *, logs: Path, fds: Sequence[int] = (), threads: int = 1
 ) -> Peer:

@@ -88,7 +88,8 @@ class TrainingConfig(Config):
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
     threads: Annotated[int, Meta(ge=1)] | None = None
-    """CPU threads. None: half of the cores, or all of them when generation and training take turns."""
+    """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
+    or more an eighth is left for all else."""
     checkpoint_every: Annotated[int, Meta(ge=1)] = 50
     """Steps between checkpoints. One is also written at the end and on Ctrl-C."""
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2

@@ -36,7 +36,7 @@ from headrace.engine.messages import EngineReady
 from headrace.engine.remote import RemoteEngine
 from headrace.errors import Superseded
 from headrace.models import ModelConfig, save_model
-from headrace.orchestration.processes import ready, spawn
+from headrace.orchestration.processes import compute_threads, ready, spawn
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 from headrace.scoring.advantages import group_advantages
 from headrace.sync import open_channel
@@ -199,8 +199,7 @@ async def _processes(work: Work, device: str, seed: int) -> AsyncIterator[tuple[
     dtype = "bfloat16" if device == "cuda" else "float32"
     longest = work.prompt + work.completion
     channel = open_channel("cuda_ipc" if device == "cuda" else "shared_memory")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = max(1, cores // 2)
+    threads = compute_threads()
     training = TrainingConfig(
         groups_per_batch=work.groups,
         group_size=work.group_size,

@@ -34,7 +34,7 @@ class Weights:
         self._sets: list[dict[str, Tensor]] = [{}, {}]
         """The parameters in each block."""
         self._move_in()
-        self._kinds = {name: _kind(live) for name, live in self._live.items()}
+        self._kinds = _kinds(self._live.values())
         self._kept: list[Tensor] = []
         """The live set while it has no memory of its own, in pieces."""
         self._lost = False
@@ -99,13 +99,14 @@ class Weights:
             raise SyncError("swap", "the standby buffers", "what was written there was given up; transfer it again")
         self.restore()
         self._have_standby()
-        standby = self._standby
-        for name, kind in self._kinds.items():
-            if _kind(standby[name]) != kind:
-                why = f"the standby buffer of {name} became {_kind(standby[name])}, not {kind}"
-                raise SyncError("swap", "the standby buffers", why)
-        for name, live in self._live.items():
-            live.data = standby[name]
+        standby = [self._standby[name] for name in self._live]
+        if (kinds := _kinds(standby)) != self._kinds:
+            each = zip(self._live, zip(*kinds, strict=True), zip(*self._kinds, strict=True), strict=True)
+            name, found, right = next(one for one in each if one[1] != one[2])
+            why = f"the standby buffer of {name} became {found}, not {right}"
+            raise SyncError("swap", "the standby buffers", why)
+        for live, buffer in zip(self._live.values(), standby, strict=True):
+            live.data = buffer
         self.side = 1 - self.side
         self._note_use()
 
@@ -223,5 +224,6 @@ def _lay_out(tensors: Mapping[str, Tensor]) -> tuple[dict[str, _Place], int]:
     return places, size
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return tensor.shape, tensor.dtype, tensor.device
+def _kinds(each: Collection[Tensor]) -> tuple[list[torch.Size], list[torch.dtype], list[torch.device]]:
+    """By what they are of: generation waits for it at every swap, and so it is quicker."""
+    return [one.shape for one in each], [one.dtype for one in each], [one.device for one in each]
