@@ -57,7 +57,12 @@ class Placement:
 
     def pairs(self, tensors: Sequence[TensorSpec], buffers: Mapping[str, Tensor]) -> bool:
         """Whether it is of these two."""
-        same = len(buffers) == len(self._buffers) and all(map(is_, buffers.values(), self._buffers))
+        if len(buffers) != len(self._buffers):
+            return False
+        first = next(iter(buffers.values()), None)
+        if first is not None and first.data_ptr() != self._buffers[0].data_ptr():
+            return False
+        same = all(map(is_, buffers.values(), self._buffers))
         return (same or _addresses(buffers) == self._addresses) and tensors == self._specs
 
     def write(self, offset: int, chunk: Tensor) -> None:

@@ -32,7 +32,7 @@ class Weights:
         self._blocks = [Block(self._size, self.device), Block(self._size, self.device)]
         """By side."""
         self._sets: list[dict[str, Tensor]] = [{}, {}]
-        """The parameters in each block."""
+        """The parameters in each block, in the live ones' order."""
         self._move_in()
         self._kinds = _kinds(self._live.values())
         self._kept: list[Tensor] = []
@@ -99,7 +99,7 @@ class Weights:
             raise SyncError("swap", "the standby buffers", "what was written there was given up; transfer it again")
         self.restore()
         self._have_standby()
-        standby = [self._standby[name] for name in self._live]
+        standby = self._standby.values()
         if (kinds := _kinds(standby)) != self._kinds:
             each = zip(self._live, zip(*kinds, strict=True), zip(*self._kinds, strict=True), strict=True)
             name, found, right = next(one for one in each if one[1] != one[2])
@@ -175,10 +175,12 @@ class Weights:
     def _move_in(self) -> None:
         """Let the parameters live in the first block. Memory comes as it is filled, so little is held twice."""
         block = self._blocks[0]
+        moved = {}
         for name, place in self._places.items():
             block.restore(place.last)
             live = self._live[name]
-            self._sets[0][name] = live.data = place.of(block.bytes).copy_(live.data)
+            moved[name] = live.data = place.of(block.bytes).copy_(live.data)
+        self._sets[0] = {name: moved[name] for name in self._live}
         torch.cuda.empty_cache()
 
     def _have_standby(self) -> None:
@@ -189,7 +191,7 @@ class Weights:
         block.restore()
         there = block.bytes.copy_(self._blocks[self.side].bytes)
         if not self._sets[1 - self.side]:
-            self._sets[1 - self.side] = {name: place.of(there) for name, place in self._places.items()}
+            self._sets[1 - self.side] = {name: self._places[name].of(there) for name in self._live}
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
