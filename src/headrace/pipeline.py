@@ -40,7 +40,7 @@ from headrace.publication import Publication, PublicationParts
 from headrace.records import Batch, Episode, Group, Sampling, Task, WeightVersion
 from headrace.rollout.base import EpisodeRequest, Rollouts
 from headrace.rollout.tasks import TaskOrder
-from headrace.scoring.advantages import group_advantages, shuffle_rewards
+from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.base import Telemetry
@@ -313,8 +313,9 @@ class Pipeline:
             self._groups.pop(group.sequence)
         if self.config.training.shuffle_rewards:
             groups = shuffle_rewards(groups, seed=self.config.seed + version)
-        advantages = group_advantages(groups, normalise_std=self.config.training.algorithm.normalise_std)
-        return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=advantages)
+        how = self.config.training.algorithm.recipe
+        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
+        return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=found)
 
     async def _take(self) -> tuple[int, list[Group]]:
         limit = self.config.limits.batch_s

@@ -27,7 +27,9 @@ def _plain(node: Config) -> dict[str, Any]:
     plain: dict[str, Any] = {tag.tag_field: tag.tag} if tag.tag_field else {}
     for name in node.__struct_fields__:
         value = getattr(node, name)
-        if value is not None:
+        if isinstance(value, tuple):
+            plain[name] = [_plain(item) if isinstance(item, Config) else item for item in value]
+        elif value is not None:
             plain[name] = _plain(value) if isinstance(value, Config) else value
     return plain
 

@@ -21,6 +21,7 @@ from headrace.config.outside import check_outside
 from headrace.config.overrides import apply_overrides, merge, parse_override
 from headrace.config.problems import explain
 from headrace.config.run import RunConfig
+from headrace.config.schema import with_default_types
 from headrace.errors import ConfigError
 
 
@@ -38,7 +39,7 @@ def read_config(
 ) -> RunConfig:
     """The same without looking at anything but the file: for the stored configuration of a run."""
     filed = merge(base or {}, read_toml(Path(path)))
-    data = apply_overrides(filed, overrides)
+    data = with_default_types(apply_overrides(filed, overrides))
     set_by = {".".join(parse_override(text)[0]): text for text in overrides}
 
     def origin(dotted: str) -> str:
@@ -96,6 +97,10 @@ def _check(node: Config, prefix: str) -> None:
         value = getattr(node, name)
         if isinstance(value, Config):
             _check(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            for place, item in enumerate(value):
+                if isinstance(item, Config):
+                    _check(item, f"{prefix}{name}[{place}].")
         elif isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"{prefix}{name} is a finite number", value, f"set {prefix}{name} to one")
     node.check()

@@ -9,6 +9,7 @@ from typing import Any
 
 from msgspec import NODEFAULT, inspect
 
+from headrace.config.base import Config
 from headrace.config.run import RunConfig
 
 
@@ -29,9 +30,10 @@ def all_keys() -> list[Key]:
 def _keys(table: inspect.Type, prefix: str) -> Iterator[Key]:
     assert isinstance(table, inspect.StructType)
     for field in table.fields:
+        several = isinstance(field.type, inspect.VarTupleType)
         variants = _variants(field.type)
         path = f"{prefix}{field.encode_name}"
-        if not variants or field.default is None:
+        if not variants or several or field.default is None:
             yield Key(path, describe(field.type), _default(field))
         for variant in variants:
             tagged = len(variants) > 1 or variant.tag is not None
@@ -49,7 +51,26 @@ def _default(field: inspect.Field) -> str:
 def _variants(kind: inspect.Type) -> list[inspect.StructType]:
     if isinstance(kind, inspect.UnionType):
         return [variant for one in kind.types for variant in _variants(one)]
+    if isinstance(kind, inspect.VarTupleType):
+        return _variants(kind.item_type)
     return [kind] if isinstance(kind, inspect.StructType) else []
+
+
+def with_default_types(data: Any, kind: inspect.Type | None = None) -> Any:
+    """The same, where a table that says no type has the type that the place has by default."""
+    kind = inspect.type_info(RunConfig) if kind is None else kind
+    if not isinstance(data, Mapping) or not isinstance(kind, inspect.StructType):
+        return data
+    found = dict(data)
+    for field in kind.fields:
+        table = found.get(field.encode_name)
+        if not isinstance(table, Mapping) or not (variants := _variants(field.type)):
+            continue
+        default = field.default.__struct_config__ if isinstance(field.default, Config) else None
+        if len(variants) > 1 and default is not None and default.tag_field and default.tag_field not in table:
+            table = {default.tag_field: default.tag, **table}
+        found[field.encode_name] = with_default_types(table, tables(field.type, table)[0])
+    return found
 
 
 def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:

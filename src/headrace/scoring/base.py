@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.records import Episode, Task
+
+
+class Overlong(NamedTuple):
+    """How long episodes are punished: from `limit` − `buffer` sampled tokens on, with all of it at `limit`."""
+
+    limit: int
+    buffer: int
+    penalty: float
 
 
 @dataclass(frozen=True)

@@ -8,19 +8,8 @@ from msgspec import Meta
 
 from headrace.config.base import Config
 from headrace.errors import ConfigError
-
-
-class GrpoConfig(Config, tag="grpo", tag_field="type"):
-    """Group-relative policy optimisation with clipped importance ratios against the recorded log-probs."""
-
-    clip_low: Annotated[float, Meta(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 − clip_low."""
-    clip_high: Annotated[float, Meta(gt=0)] = 0.2
-    """The ratio is clipped above at 1 + clip_high."""
-    normalise_std: bool = True
-    """Divide a group's centred rewards by their standard deviation."""
-    aggregate: Literal["token", "sequence"] = "token"
-    """`token`: mean over the batch's tokens. `sequence`: mean over sequences of each one's mean."""
+from headrace.training.algorithms import Algorithm, GrpoConfig
+from headrace.training.correction_config import Correction, check_corrections
 
 
 class OptimizerConfig(Config):
@@ -72,7 +61,9 @@ class TrainingConfig(Config):
     """A group that loses episodes goes on down to this many."""
     shuffle_rewards: bool = False
     """A control experiment: permute the rewards among a batch's episodes, so that nothing can be learned."""
-    algorithm: GrpoConfig = GrpoConfig()
+    algorithm: Algorithm = GrpoConfig()
+    corrections: tuple[Correction, ...] = ()
+    """What is done about tokens that an older policy sampled: all of these together."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """None: all weights are trained."""
@@ -95,6 +86,7 @@ class TrainingConfig(Config):
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
 
     def check(self) -> None:
+        check_corrections(self.corrections)
         if self.min_group > self.group_size:
             raise ConfigError(
                 "training.min_group is at most training.group_size",

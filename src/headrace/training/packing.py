@@ -42,6 +42,8 @@ class Packed:
     lengths_s: np.ndarray
     trained_s: np.ndarray
     """Trained tokens of each sequence, all at least 1."""
+    trained_turns: np.ndarray
+    """Those of each trained turn, likewise."""
     sources_n: np.ndarray
     """Index, among the input tokens, of the one whose output predicts the trained token."""
     targets_n: np.ndarray
@@ -125,6 +127,7 @@ def pack(sequences: Sequence[TrainingSequence]) -> Packed:
         positions_t=np.arange(len(tokens_t)) - np.repeat(starts_s, lengths_s),
         lengths_s=lengths_s,
         trained_s=trained_s,
+        trained_turns=np.array(sizes),
         sources_n=places_n - 1 - np.repeat(np.arange(len(sequences)), trained_s),
         targets_n=whole[places_n],
         behaviour_n=np.concatenate([turn.logprobs for turn in chosen]).astype(np.float32),

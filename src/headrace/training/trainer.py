@@ -25,15 +25,20 @@ from headrace.training.backends.base import open_backend, to_device
 from headrace.training.base import StepReport
 from headrace.training.checks import check_batch
 from headrace.training.config import TrainingConfig
+from headrace.training.corrections import adds_gradient
 from headrace.training.host_memory import keep_freed_memory
-from headrace.training.losses.grpo import grpo_loss, normaliser
+from headrace.training.losses.columns import Columns, Units
+from headrace.training.losses.policy import normaliser, policy_loss
 from headrace.training.metrics import batch_metrics
 from headrace.training.optimizer import Optimizer, learning_rate
 from headrace.training.packing import Packed, pack_micro_batches, training_sequences
 
 # Below every real log-prob: what `token_logprobs` answers for a token outside its support.
 _IMPOSSIBLE = -1e20
-_SUMS = ("loss", "entropy", "kl", "clipped", "outliers", "fresh_kl", "fresh", "impossible")
+_SUMS = (
+    *("loss", "entropy", "kl", "clipped", "outliers", "weights", "squared_weights", "dropped"),
+    *("fresh_kl", "fresh", "impossible"),
+)
 
 
 class LocalTrainer:
@@ -82,11 +87,12 @@ class LocalTrainer:
         )
         sequences = training_sequences(batch)
         tokens = sum(sequence.num_trained for sequence in sequences)
-        divisor = normaliser(max(1, tokens), max(1, len(sequences)), self._config.algorithm)
+        divisor = normaliser(max(1, tokens), max(1, len(sequences)), self._config.algorithm.recipe)
         rate = learning_rate(self.step, self._config.optimizer, self._config.steps)
         # Without an advantage there is no gradient: a forward pass gives such sequences' metrics.
-        moving = [sequence for sequence in sequences if sequence.advantage != 0]
-        still = [sequence for sequence in sequences if sequence.advantage == 0]
+        all_move = adds_gradient(self._config.corrections)
+        moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
+        still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
         budget = self._config.micro_batch_tokens
         try:
             sums = self._accumulate(pack_micro_batches(moving, budget), batch, divisor)
@@ -191,14 +197,16 @@ class LocalTrainer:
         total = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
         for packed in micro_batches:
             logprobs_n, entropy_n = self._backend.token_logprobs(packed)
-            loss, sums = grpo_loss(
+            count = len(packed.targets_n)
+            columns = Columns(
                 logprobs_n,
                 to_device(packed.behaviour_n, device),
                 to_device(packed.advantages_n, device),
-                to_device(packed.trained_s, device),
-                self._config.algorithm,
-                divisor,
+                to_device(batch.version - packed.versions_n, device),
+                Units(to_device(packed.trained_turns, device), count),
+                Units(to_device(packed.trained_s, device), count),
             )
+            loss, sums = policy_loss(columns, self._config.algorithm.recipe, self._config.corrections, divisor)
             if torch.is_grad_enabled():
                 loss.backward()
             fresh_n = to_device(packed.versions_n == batch.version, device)
@@ -208,6 +216,9 @@ class LocalTrainer:
                 sums.kl,
                 sums.clipped,
                 sums.outliers,
+                sums.weights,
+                sums.squared_weights,
+                sums.dropped,
                 (sums.kl_t * fresh_n).sum(),
                 fresh_n.sum(),
                 (logprobs_n.detach() < _IMPOSSIBLE).sum(),
@@ -237,6 +248,7 @@ def _step_metrics(total: dict[str, float], tokens: int) -> dict[str, float]:
     `kl` is the k3 estimate of how far the trainer's policy has moved from the one that sampled. `mismatch_kl` is
     the same over the tokens sampled by the trainer's very version, where it can only be numerical disagreement
     between engine and trainer; over all tokens when none is that fresh, and then staleness is part of it.
+    `effective_sample_frac` is the share of the tokens that equally weighted ones would need for the same variance.
     """
     count = max(1, tokens)
     fresh = total["fresh"]
@@ -246,6 +258,9 @@ def _step_metrics(total: dict[str, float], tokens: int) -> dict[str, float]:
         "kl": total["kl"] / count,
         "clip_frac": total["clipped"] / count,
         "ratio_outlier_frac": total["outliers"] / count,
+        "weight_mean": total["weights"] / count,
+        "weight_zero_frac": total["dropped"] / count,
+        "effective_sample_frac": total["weights"] ** 2 / (count * total["squared_weights"] or 1.0),
         "mismatch_kl": total["fresh_kl"] / fresh if fresh else total["kl"] / count,
     }
 

@@ -12,7 +12,9 @@ from headrace.config.load import read_config
 from headrace.config.overrides import apply_overrides, parse_override
 from headrace.errors import ConfigError
 from headrace.rollout.config import JsonlTasks, PythonTasks
+from headrace.training.algorithms import GrpoConfig, PpoConfig
 from headrace.training.config import LoraConfig
+from headrace.training.correction_config import TisConfig, VersionDropConfig
 
 GOOD = 'model.path = "m"\ntasks = { type = "jsonl", path = "t" }\n'
 
@@ -102,7 +104,10 @@ def test_a_wrong_value_is_refused_with_what_the_key_accepts(
         ("tasks.type=csv", 'tasks.type is one of "jsonl", "reasoning_gym", "python"'),
         ("evaluation.tasks.type=csv", 'evaluation.tasks.type is one of "jsonl", "reasoning_gym", "python"'),
         ("engine.type=vllm", 'engine.type is one of "native"'),
-        ("training.algorithm.type=ppo", 'training.algorithm.type is one of "grpo"'),
+        (
+            "training.algorithm.type=a2c",
+            'training.algorithm.type is one of "grpo", "dr_grpo", "rloo", "reinforce++", "dapo", "gspo", "ppo"',
+        ),
         ("buffer.type=ring", 'buffer.type is one of "bounded", "double", "none", "unbounded"'),
     ],
 )
@@ -231,6 +236,36 @@ def test_the_file_wins_over_the_base_and_overrides_win_over_the_file(file: Path)
 
 
 # ── Writing ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_table_without_a_type_has_the_one_that_is_there_by_default(file: Path) -> None:
+    algorithm = read_config(file, ["training.algorithm.clip_high=0.28"]).training.algorithm
+    assert algorithm == GrpoConfig(clip_high=0.28)
+    chosen = ["training.algorithm.clip_high=0.28", "training.algorithm.type=ppo"]
+    assert read_config(file, chosen).training.algorithm == PpoConfig(clip_high=0.28)
+
+
+def test_corrections_are_tables_in_an_array_and_read_back_equal(file: Path) -> None:
+    given = 'training.corrections=[{type="tis",level="turn"},{type="version_drop",max_lag=3}]'
+    config = read_config(file, [given])
+    assert config.training.corrections == (TisConfig(level="turn"), VersionDropConfig(max_lag=3))
+    file.write_text(dump_config(config))
+    assert read_config(file) == config
+
+
+@pytest.mark.parametrize(
+    ("corrections", "rule", "value"),
+    [
+        ('[{type="tis",cap=-1}]', "training.corrections[0].cap is a number > 0", -1),
+        ('[{type="opsm"},{cap=1.0}]', "training.corrections.1.type is required", None),
+        ('[{type="tis",kap=1}]', "a configuration has only known keys", "training.corrections.0.kap"),
+        ('[{type="mis",low=3,high=2}]', "a correction's low bound is below its high one", "3.0 >= 2.0"),
+        ('[{type="kimi",tau=inf}]', "training.corrections[0].tau is a finite number", float("inf")),
+    ],
+)
+def test_a_wrong_correction_is_refused_by_its_place(file: Path, corrections: str, rule: str, value: object) -> None:
+    error = refusal(file, f"training.corrections={corrections}")
+    assert (error.rule, error.value) == (rule, value)
 
 
 def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:

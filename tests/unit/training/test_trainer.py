@@ -12,7 +12,8 @@ from training_builders import batch_of, episode, ints, random_batch, tiny_model,
 
 from headrace.errors import HeadraceError, LawBroken, RecordError
 from headrace.records import Batch
-from headrace.training.config import GrpoConfig, OptimizerConfig, TrainingConfig
+from headrace.training.algorithms import GrpoConfig
+from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
 
@@ -35,6 +36,9 @@ TRAINER_METRICS = {
     "version_spread_max",
     "mismatch_kl",
     "ratio_outlier_frac",
+    "weight_mean",
+    "weight_zero_frac",
+    "effective_sample_frac",
     "learning_rate",
 }
 

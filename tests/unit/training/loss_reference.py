@@ -1,0 +1,274 @@
+"""The formulas of docs/off-policy.md, token by token in Python floats: what the tensor code is tested against.
+
+Letters are the document's: p the trainer's log-prob, b the recorded one, o the proximal one, a the surrogate's
+anchor, u its ratio, A the advantage, w the weight, ρ the ratio of o to b.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+LIMIT = 20.0
+EPSILON = 1e-6
+WEIGHING = ("tis", "mis", "cispo", "topr", "decoupled")
+
+
+@dataclass(frozen=True)
+class Token:
+    now: float
+    """p, the trainer's log-prob."""
+    behaviour: float
+    """b, the recorded log-prob."""
+    advantage: float
+    """A, of its sequence."""
+    lag: int
+    """k, trainer version − token version."""
+    turn: int
+    """Number of its turn, over the whole batch."""
+    sequence: int
+    """Number of its sequence, over the whole batch."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    value: float
+    gradient: list[float]
+    """d value / d now, token by token."""
+    weights: list[float]
+    """w_t, the product of the corrections' weights."""
+    kl: float
+    """Sum over the tokens of ratio − 1 − log ratio, ratio = exp(p − b)."""
+    clipped: float
+    """Tokens whose gradient the clip cuts off, whatever their weight."""
+    outliers: float
+    """Tokens with exp(p − b) outside [0.5, 2]."""
+
+
+def advantages(
+    algorithm: dict[str, Any], groups: list[list[float]], lengths: list[list[int]] | None = None
+) -> list[float]:
+    """The advantage of every episode, in the order of `groups`; `lengths`, their sampled tokens, are for DAPO."""
+    kind = algorithm["type"]
+    if kind == "dapo" and algorithm["overlong_limit"] is not None:
+        if lengths is None:
+            raise ValueError("overlong shaping needs the episodes' lengths: pass `lengths`")
+        groups = [
+            [reward + _overlong(algorithm, length) for reward, length in zip(*pair, strict=True)]
+            for pair in zip(groups, lengths, strict=True)
+        ]
+    if kind in ("grpo", "dapo", "gspo"):
+        return _flat([_standardised(g) if algorithm["normalise_std"] else _centred(g) for g in groups])
+    if kind == "dr_grpo":
+        return _flat([_centred(g) for g in groups])
+    if kind == "rloo":
+        return _flat([_leave_one_out(g) for g in groups])
+    if kind == "reinforce++":
+        return _standardised(_flat([_centred(g) if algorithm["group_baseline"] else g for g in groups]))
+    if kind == "ppo":
+        return _standardised(_flat(groups))
+    raise ValueError(f"unknown algorithm {kind!r}")
+
+
+def loss(algorithm: dict[str, Any], corrections: list[dict[str, Any]], tokens: list[Token]) -> Loss:
+    """The whole batch's loss, its gradient by hand, and the sums behind the metrics."""
+    return loss_at([token.now for token in tokens], algorithm, corrections, tokens)
+
+
+def loss_at(
+    live: list[float], algorithm: dict[str, Any], corrections: list[dict[str, Any]], tokens: list[Token]
+) -> Loss:
+    """`loss` with the p that carries the gradient in `live`; the tokens' own `now` is sg(p).
+
+    Apart they allow finite differences: moving `live` alone holds fixed what is under a stop-gradient.
+    """
+    proximal = _proximal(corrections, tokens)
+    weights = _weights(corrections, tokens, proximal)
+    weighed = any(correction["type"] in WEIGHING for correction in corrections)
+    sequences = _members([token.sequence for token in tokens])
+    gspo = algorithm["type"] == "gspo"
+
+    value, kl, clipped, outliers = 0.0, 0.0, 0.0, 0.0
+    surrogate_gradient: list[float] = []  # of each token's term, with respect to the logarithm of its own ratio
+    penalty_gradient: list[float] = []
+    for t, token in enumerate(tokens):
+        members = sequences[token.sequence]
+        share = _share(algorithm, len(tokens), len(sequences), len(members))
+
+        log_ratio = 0.0
+        averaged = members if gspo else [t]
+        for j in averaged:
+            log_ratio += live[j] - (proximal[j] if weighed else tokens[j].behaviour)
+        log_ratio /= len(averaged)
+        ratio = math.exp(_clamp(log_ratio, -LIMIT, LIMIT))
+        ratio_gradient = ratio if abs(log_ratio) <= LIMIT else 0.0
+
+        objective, slope, cut = _surrogate(algorithm, ratio, token.advantage)
+        value -= share * weights[t] * objective
+        surrogate_gradient.append(-share * weights[t] * slope * ratio_gradient)
+        clipped += cut
+
+        difference = live[t] - token.behaviour
+        pull = 0.0
+        for correction in corrections:
+            if correction["type"] == "kimi":
+                value += share * correction["tau"] / 2 * difference**2
+                pull += share * correction["tau"] * difference
+        penalty_gradient.append(pull)
+
+        difference = _clamp(difference, -LIMIT, LIMIT)
+        kl += math.exp(difference) - 1 - difference
+        outliers += not 0.5 <= math.exp(difference) <= 2
+
+    gradient: list[float] = []
+    for t, token in enumerate(tokens):
+        if gspo:
+            members = sequences[token.sequence]
+            own = sum(surrogate_gradient[j] for j in members) / len(members)
+        else:
+            own = surrogate_gradient[t]
+        gradient.append(own + penalty_gradient[t])
+    return Loss(value, gradient, weights, kl, clipped, outliers)
+
+
+def _surrogate(algorithm: dict[str, Any], ratio: float, advantage: float) -> tuple[float, float, bool]:
+    """J without its weight, dJ / d ratio, and whether a clip cut that derivative off."""
+    free = ratio * advantage
+    if algorithm["type"] == "rloo":
+        return free, advantage, False
+    low, high = 1 - algorithm["clip_low"], 1 + algorithm["clip_high"]
+    objective = min(free, _clamp(ratio, low, high) * advantage)
+    cut = (advantage > 0 and ratio > high) or (advantage < 0 and ratio < low)
+    if algorithm["type"] == "ppo" and algorithm["dual_clip"] is not None and advantage < 0:
+        floor = algorithm["dual_clip"] * advantage
+        cut = cut or objective < floor
+        objective = max(objective, floor)
+    return objective, 0.0 if cut else advantage, cut
+
+
+def _share(algorithm: dict[str, Any], tokens: int, sequences: int, length: int) -> float:
+    """What one token's J is multiplied by: in a batch of N tokens and S sequences, in a sequence of `length`."""
+    aggregate = algorithm["aggregate"]
+    if aggregate == "token":
+        return 1 / tokens
+    if aggregate == "sequence":
+        return 1 / (length * sequences)
+    if aggregate == "constant":
+        return 1 / (sequences * algorithm["length"])
+    raise ValueError(f"unknown aggregate {aggregate!r}")
+
+
+def _proximal(corrections: list[dict[str, Any]], tokens: list[Token]) -> list[float]:
+    """o of every token: sg(p), or on the line from b to sg(p) where a correction interpolates."""
+    interpolated = any(c["type"] == "decoupled" and c["proximal"] == "interpolated" for c in corrections)
+    proximal: list[float] = []
+    for token in tokens:
+        if interpolated and token.lag >= 1:
+            proximal.append(token.behaviour + (1 - 1 / token.lag) * (token.now - token.behaviour))
+        else:
+            proximal.append(token.now)
+    return proximal
+
+
+def _weights(corrections: list[dict[str, Any]], tokens: list[Token], proximal: list[float]) -> list[float]:
+    if sum(correction["type"] in WEIGHING for correction in corrections) > 1:
+        raise ValueError("more than one correction weighs tokens: ρ would count twice; keep one")
+    weights = [1.0] * len(tokens)
+    for correction in corrections:
+        for t in range(len(tokens)):
+            weights[t] *= _weight(correction, tokens, proximal, t)
+    return weights
+
+
+def _weight(correction: dict[str, Any], tokens: list[Token], proximal: list[float], t: int) -> float:
+    kind, advantage = correction["type"], tokens[t].advantage
+    if kind == "tis":
+        rho = _rho(tokens, proximal, t, correction["level"], correction["geometric"])
+        return min(rho, correction["cap"])
+    if kind == "mis":
+        rho = _rho(tokens, proximal, t, correction["level"], correction["geometric"])
+        return rho if correction["low"] <= rho <= correction["high"] else 0.0
+    if kind == "cispo":
+        rho = _rho(tokens, proximal, t, "token", False)
+        return _clamp(rho, 1 - correction["low"], 1 + correction["high"])
+    if kind == "topr":
+        rho = _rho(tokens, proximal, t, correction["level"], correction["geometric"])
+        return 1.0 if advantage >= 0 else min(rho, 1.0)
+    if kind == "decoupled":
+        return min(_rho(tokens, proximal, t, "token", False), correction["cap"])
+    if kind == "rejection":
+        rho = _rho(tokens, proximal, t, correction["level"], True)
+        return 1.0 if correction["low"] <= rho <= correction["high"] else 0.0
+    if kind == "opsm":
+        members = _at_level(tokens, t, "sequence")
+        drift = sum(tokens[j].behaviour - tokens[j].now for j in members) / len(members)
+        return 0.0 if advantage < 0 and drift > correction["delta"] else 1.0
+    if kind == "version_drop":
+        oldest = max(tokens[j].lag for j in _at_level(tokens, t, correction["level"]))
+        return 0.0 if oldest > correction["max_lag"] else 1.0
+    if kind == "kimi":
+        return 1.0
+    raise ValueError(f"unknown correction {kind!r}")
+
+
+def _rho(tokens: list[Token], proximal: list[float], t: int, level: str, geometric: bool) -> float:
+    members = _at_level(tokens, t, level)
+    log_rho = sum(proximal[j] - tokens[j].behaviour for j in members)
+    if geometric:
+        log_rho /= len(members)
+    return math.exp(_clamp(log_rho, -LIMIT, LIMIT))
+
+
+def _at_level(tokens: list[Token], t: int, level: str) -> list[int]:
+    """The tokens that share token t's ratio at this level, itself among them."""
+    if level == "token":
+        return [t]
+    if level == "turn":
+        return [j for j, token in enumerate(tokens) if token.turn == tokens[t].turn]
+    if level == "sequence":
+        return [j for j, token in enumerate(tokens) if token.sequence == tokens[t].sequence]
+    raise ValueError(f"unknown level {level!r}")
+
+
+def _members(numbers: list[int]) -> dict[int, list[int]]:
+    members: dict[int, list[int]] = {}
+    for t, number in enumerate(numbers):
+        members.setdefault(number, []).append(t)
+    return members
+
+
+def _overlong(algorithm: dict[str, Any], length: int) -> float:
+    buffer = algorithm["overlong_buffer"]
+    return algorithm["overlong_penalty"] * _clamp((algorithm["overlong_limit"] - buffer - length) / buffer, -1, 0)
+
+
+def _centred(values: list[float]) -> list[float]:
+    if min(values) == max(values):
+        return [0.0] * len(values)
+    mean = sum(values) / len(values)
+    return [value - mean for value in values]
+
+
+def _standardised(values: list[float]) -> list[float]:
+    centred = _centred(values)
+    deviation = math.sqrt(sum(x * x for x in centred) / len(centred))
+    return [x / (deviation + EPSILON) for x in centred]
+
+
+def _leave_one_out(values: list[float]) -> list[float]:
+    if min(values) == max(values):
+        return [0.0] * len(values)
+    out: list[float] = []
+    for i, value in enumerate(values):
+        others = values[:i] + values[i + 1 :]
+        out.append(value - sum(others) / len(others))
+    return out
+
+
+def _flat(groups: list[list[float]]) -> list[float]:
+    return [value for group in groups for value in group]
+
+
+def _clamp(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
