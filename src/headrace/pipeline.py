@@ -45,6 +45,7 @@ from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
+from headrace.training.checks import flaw
 from headrace.usage import Usage
 
 T = TypeVar("T")
@@ -246,6 +247,8 @@ class Pipeline:
         if episode.failure is None:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")
+            elif why := flaw(episode, newest=self.progress.version):
+                episode = episode.with_(failure="bad_turn", detail=why)
             else:
                 episode = await self._score(group, episode)
         if episode.failure is not None:

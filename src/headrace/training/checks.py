@@ -1,11 +1,42 @@
-"""What the trainer refuses to train on. NumPy only, no torch."""
+"""What is not trained on: an episode's flaws, seen at the door, and batches that the trainer refuses. No torch."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from headrace.errors import LawBroken, RecordError
-from headrace.records import Batch, Episode
+from headrace.records import Batch, Episode, Turn
+
+LOG_1 = 1e-3
+"""With what roundings add."""
+
+
+def flaw(episode: Episode, *, newest: int, policy: str = "policy") -> str | None:
+    """Why what was sampled in an episode cannot be trained on, or None. `newest`: the last version there is."""
+    for index, turn in enumerate(episode.turns):
+        if turn.policy == policy and len(turn.tokens) and (why := _flaw(turn, newest)):
+            return f"turn {index} of episode {episode.id!r}: {why}"
+    return None
+
+
+def _flaw(turn: Turn, newest: int) -> str | None:
+    if not np.isfinite(turn.logprobs).all():
+        return "a log-prob is not finite"
+    if turn.logprobs.max() > LOG_1:
+        return f"a log-prob is {turn.logprobs.max():.3g}, more than log 1"
+    if turn.versions.max() > newest or turn.versions.min() < 0:
+        return f"versions {turn.versions.min()} to {turn.versions.max()}, and the newest is {newest}"
+    if turn.sampling.truncates and turn.support is None:
+        return "its sampling truncates, and no support is recorded"
+    if turn.support is not None:
+        sizes = np.diff(turn.support.offsets)
+        hits = np.concatenate([[0], np.cumsum(turn.support.ids == np.repeat(turn.tokens, sizes))])
+        within = hits[turn.support.offsets[1:]] > hits[turn.support.offsets[:-1]]
+        # A row of nothing stands for everything.
+        if not (within | (sizes == 0)).all():
+            place = int(np.flatnonzero(~within & (sizes > 0))[0])
+            return f"token {turn.tokens[place]}, its {place + 1}., is not within its recorded support"
+    return None
 
 
 def check_batch(

@@ -9,15 +9,17 @@ import random
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
 
 from headrace.audit.laws import Violation, check_laws
+from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
 from headrace.errors import LawBroken
 from headrace.pipeline import Parts
-from headrace.records import Episode
+from headrace.records import Episode, Group, Turn
 from headrace.rollout.config import PythonTasks
 from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
@@ -189,26 +191,64 @@ def test_a_token_with_the_wrong_version_is_noticed():
 
             def wrong(*args: Any, make=make):
                 turn = make(*args)
-                return msgspec.structs.replace(turn, versions=turn.versions + (turn.versions > 0))
+                return msgspec.structs.replace(turn, versions=turn.versions - (turn.versions > 0))
 
             engine._turn = wrong
 
     assert "provenance" in laws_broken(tamper)
 
 
-def test_a_version_from_the_future_is_noticed():
+def test_a_version_from_the_future_that_is_trained_on_is_noticed():
+    def later(turn: Turn) -> Turn:
+        lineage = tuple(msgspec.structs.replace(e, version=e.version + 5) for e in turn.lineage)
+        return msgspec.structs.replace(turn, versions=turn.versions + 5, lineage=lineage)
+
     def tamper(parts: Parts) -> None:
+        put = parts.buffer.put
+
+        async def wrong(ticket: Ticket, group: Group) -> None:
+            episodes = tuple(e.with_(turns=tuple(map(later, e.turns))) for e in group.episodes)
+            await put(ticket, msgspec.structs.replace(group, episodes=episodes))
+
+        parts.buffer.put = wrong
+
+    assert "staleness bound" in laws_broken(tamper)
+
+
+def test_turns_that_cannot_be_right_are_dropped_at_the_door_and_counted():
+    spoiled = []
+
+    def spoil(turn: Turn) -> Turn:
+        if len(spoiled) % 2:
+            return msgspec.structs.replace(turn, versions=turn.versions + 50)
+        return msgspec.structs.replace(turn, logprobs=np.full_like(turn.logprobs, np.nan))
+
+    def tamper(parts: Parts) -> None:
+        dice = random.Random(0)
         for engine in parts.engines.members:
             make = engine._turn
 
             def wrong(*args: Any, make=make):
                 turn = make(*args)
-                lineage = tuple(msgspec.structs.replace(e, version=e.version + 5) for e in turn.lineage)
-                return msgspec.structs.replace(turn, versions=turn.versions + 5, lineage=lineage)
+                if len(turn.tokens) == 0 or dice.random() > 0.1:
+                    return turn
+                spoiled.append(turn)
+                return spoil(turn)
 
             engine._turn = wrong
 
-    assert "staleness bound" in laws_broken(tamper)
+    config = msgspec.structs.replace(STEADY, training=msgspec.structs.replace(STEADY.training, min_group=1))
+    outcome = simulate(config, Costs(), seed=3, tamper=tamper)
+    assert outcome.finished
+    assert violations(outcome, config) == []
+    dropped = outcome.world.ledger.sums()["dropped"]
+    assert 0 < dropped["bad_turn"] <= len(spoiled)
+    named = [event for event in outcome.world.events if event.get("reason") == "bad_turn"]
+    assert named
+    assert all(event["episode"] in event["detail"] for event in named)
+    trained = [turn for batch, _ in outcome.world.batches for e in batch.episodes for turn in e.turns]
+    assert trained
+    assert all(np.isfinite(turn.logprobs).all() and turn.versions.max() < 50 for turn in trained)
 
 
 def test_a_reused_version_number_is_noticed():

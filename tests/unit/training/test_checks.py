@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from training_builders import batch_of, episode, ints, turn
 
 from headrace.errors import LawBroken, RecordError
 from headrace.records import Turn
-from headrace.training.checks import check_batch
+from headrace.training.checks import check_batch, flaw
 
 
 def check(*turns: Turn, version: int = 5, trainer: int = 5, bound: int | None = 2, advantage: float = 1.0) -> None:
@@ -56,3 +57,38 @@ def test_an_advantage_that_is_not_finite_is_refused_by_the_episodes_name() -> No
 def test_a_token_outside_the_vocabulary_is_refused(context: int, token: int) -> None:
     with pytest.raises(RecordError, match="vocabulary's size 10"):
         check(turn(ints(context), ints(token), version=5))
+
+
+GOOD = turn(ints(1), ints(2, 3), version=np.array([3, 5]), logprobs=np.array([-0.1, 1e-5]))
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        (turn(ints(1), ints(2), logprobs=np.array([np.nan])), "a log-prob is not finite"),
+        (turn(ints(1), ints(2), logprobs=np.array([-np.inf])), "a log-prob is not finite"),
+        (turn(ints(1), ints(2), logprobs=np.array([0.5])), "a log-prob is 0.5, more than log 1"),
+        (turn(ints(1), ints(2, 3), version=np.array([5, 6])), "versions 5 to 6, and the newest is 5"),
+        (turn(ints(1), ints(2), version=-1), "versions -1 to -1, and the newest is 5"),
+        (
+            turn(ints(1), ints(2, 3, 4), support=[[2, 9], [4, 5], [4]]),
+            "token 3, its 2., is not within its recorded support",
+        ),
+    ],
+)
+def test_a_turn_that_cannot_be_right_is_seen_at_the_door(bad: Turn, why: str) -> None:
+    one = episode(GOOD, turn(ints(1), ints(9), version=77, policy="judge"), bad, id="the-one")
+    assert flaw(one, newest=5) == f"turn 2 of episode 'the-one': {why}"
+
+
+def test_a_support_that_is_missing_is_seen_at_the_door() -> None:
+    bare = msgspec.structs.replace(turn(ints(1), ints(2), support=[[2]]), support=None)
+    assert (
+        flaw(episode(bare), newest=5) == "turn 0 of episode 'e': its sampling truncates, and no support is recorded"
+    )
+
+
+@pytest.mark.parametrize("support", [[[2, 9], [7, 3]], [[], [3]], [[2], []]])
+def test_what_is_in_order_passes(support: list[list[int]]) -> None:
+    rows = turn(ints(1), ints(2, 3), version=5, support=support)
+    assert flaw(episode(GOOD, rows, turn(ints(1), ints())), newest=5) is None
