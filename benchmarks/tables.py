@@ -15,6 +15,7 @@ COMMANDS = {
     "engine": "headrace bench engine --json",
     "loop": "headrace bench loop --json",
     "sync": "headrace bench sync --json",
+    "mask": "headrace bench mask --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
     "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",
 }

@@ -14,6 +14,7 @@ BENCHMARKS = {
     "loop": "headrace.bench.loop:run",
     "engine": "headrace.bench.engine:run",
     "sync": "headrace.bench.sync:run",
+    "mask": "headrace.bench.mask:run",
 }
 """Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 
