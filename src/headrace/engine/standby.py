@@ -94,6 +94,8 @@ class StandbyThread:
                             self._fingerprint(record) if isinstance(record, AskFingerprint) else self._stage(record)
                         )
                     self._answer(answer)
+                    if isinstance(record, Transfer):
+                        self._look()
                 except Exception as error:
                     self._answer(error_to_record(record.call, error))
 
@@ -118,6 +120,12 @@ class StandbyThread:
             receiver.verify(manifest, record.seal, self._buffers)
             self._verified = True
         return Ok(call=record.call)
+
+    def _look(self) -> None:
+        """While the controller hears that a version has arrived, and sends its seal."""
+        with self._in_stage:
+            if self._manifest is not None:
+                self._receiver.look(self._manifest, self._buffers)
 
     def _fingerprint(self, record: AskFingerprint) -> TellFingerprint:
         manifest = self._served.get(record.adapter)

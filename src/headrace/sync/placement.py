@@ -111,6 +111,12 @@ class Placement:
         if self._parts and self._parts[0].target.device.type == "cuda":
             torch.cuda.current_stream(self._parts[0].target.device).synchronize()
 
+    def look(self) -> None:
+        """Have the digests ready that were found on the way, before there is a seal to compare them with."""
+        if self._arrived is not None:
+            found = self._arrived()
+            self._arrived = lambda: found
+
     def verify(self, manifest: Manifest, seal: Seal) -> None:
         """Raise SyncError("verify", …) unless the buffers' bytes have the seal's checksums."""
         number = manifest.version.number
