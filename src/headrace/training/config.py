@@ -64,6 +64,8 @@ class TrainingConfig(Config):
     algorithm: Algorithm = GrpoConfig()
     corrections: tuple[Correction, ...] = ()
     """What is done about tokens that an older policy sampled: all of these together."""
+    entropy_bonus: Annotated[float, Meta(ge=0)] = 0.0
+    """So much of each token's entropy, in nats, is subtracted from its loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """None: all weights are trained."""

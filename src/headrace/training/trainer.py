@@ -90,7 +90,7 @@ class LocalTrainer:
         divisor = normaliser(max(1, tokens), max(1, len(sequences)), self._config.algorithm.recipe)
         rate = learning_rate(self.step, self._config.optimizer, self._config.steps)
         # Without an advantage there is no gradient: a forward pass gives such sequences' metrics.
-        all_move = adds_gradient(self._config.corrections)
+        all_move = adds_gradient(self._config.corrections) or self._config.entropy_bonus > 0
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
         still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
         budget = self._config.micro_batch_tokens
@@ -205,8 +205,11 @@ class LocalTrainer:
                 to_device(batch.version - packed.versions_n, device),
                 Units(to_device(packed.trained_turns, device), count),
                 Units(to_device(packed.trained_s, device), count),
+                entropy_n,
             )
-            loss, sums = policy_loss(columns, self._config.algorithm.recipe, self._config.corrections, divisor)
+            config = self._config
+            how = config.algorithm.recipe, config.corrections, divisor, config.entropy_bonus
+            loss, sums = policy_loss(columns, *how)
             if torch.is_grad_enabled():
                 loss.backward()
             fresh_n = to_device(packed.versions_n == batch.version, device)

@@ -110,3 +110,15 @@ def test_two_corrections_that_weigh_tokens_are_refused() -> None:
     with pytest.raises(ConfigError, match="at most one") as refused:
         TrainingConfig(corrections=both).check()
     assert refused.value.value == "tis, cispo"
+
+
+def test_an_entropy_bonus_flattens_what_nothing_else_moves(tmp_path: Path) -> None:
+    owner = trainer(tiny_model(tmp_path), {"type": "grpo"}, [], entropy_bonus=1.0)
+    batch, _ = old_batch(owner)
+    found = []
+    for step in range(8):
+        still = msgspec.structs.replace(batch, advantages=np.zeros_like(batch.advantages), version=VERSION + step)
+        metrics = owner.train(still).metrics
+        assert metrics["loss"] == pytest.approx(-metrics["entropy"], rel=1e-5)
+        found.append(metrics["entropy"])
+    assert found[-1] > found[0] + 0.05

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import loss_reference as reference
@@ -100,7 +101,8 @@ def columns_of(tokens: list[reference.Token], dtype: torch.dtype) -> Columns:
     )
     lags = torch.tensor([token.lag for token in tokens])
     turns, sequences = ([getattr(token, name) for token in tokens] for name in ("turn", "sequence"))
-    return Columns(now.requires_grad_(), behaviour, advantages, lags, runs(turns), runs(sequences))
+    entropy = torch.linspace(0.1, 2.0, len(tokens), dtype=dtype).requires_grad_()
+    return Columns(now.requires_grad_(), behaviour, advantages, lags, runs(turns), runs(sequences), entropy)
 
 
 def computed(
@@ -216,3 +218,20 @@ def test_without_an_advantage_there_is_no_gradient(algorithm: str) -> None:
         value, gradient, _ = computed(tokens, chosen, wanted, torch.float64)
         assert value == 0
         assert not gradient.any()
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_entropy_bonus_is_shared_out_as_the_objective_is(algorithm: str) -> None:
+    chosen, _ = configured(ALGORITHMS[algorithm], [])
+    tokens = draw(4, absurd=False)
+    columns = columns_of(tokens, torch.float64)
+    sizes = Counter(token.sequence for token in tokens)
+    divisor = normaliser(len(tokens), len(sizes), chosen.recipe)
+    plain, _ = policy_loss(columns, chosen.recipe, [], divisor)
+    loss, _ = policy_loss(columns, chosen.recipe, [], divisor, entropy_bonus=0.03)
+    by_sequence = chosen.recipe.aggregate == "sequence"
+    shares = [1 / (divisor * (sizes[token.sequence] if by_sequence else 1)) for token in tokens]
+    bonus = sum(share * entropy for share, entropy in zip(shares, columns.entropy_t.tolist(), strict=True))
+    assert loss.item() == pytest.approx(plain.item() - 0.03 * bonus, rel=1e-12)
+    (gradient,) = torch.autograd.grad(loss, columns.entropy_t)
+    np.testing.assert_allclose(gradient, [-0.03 * share for share in shares], rtol=1e-12)

@@ -41,7 +41,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Columns:
-    """Only `logprobs_t` carries a gradient."""
+    """Only `logprobs_t` and `entropy_t` carry a gradient."""
 
     logprobs_t: Tensor
     """The trainer's, now."""
@@ -53,6 +53,8 @@ class Columns:
     """Versions since they were sampled."""
     turns: Units
     sequences: Units
+    entropy_t: Tensor
+    """Of the distribution, over the recorded support, that each is one of."""
 
     @property
     def now_t(self) -> Tensor:

@@ -45,7 +45,11 @@ def normaliser(trained_tokens: int, trained_sequences: int, recipe: Recipe) -> f
 
 
 def policy_loss(
-    columns: Columns, recipe: Recipe, corrections: Sequence[Correction], normaliser: float
+    columns: Columns,
+    recipe: Recipe,
+    corrections: Sequence[Correction],
+    normaliser: float,
+    entropy_bonus: float = 0.0,
 ) -> tuple[Tensor, Sums]:
     """The micro-batch's share of the batch's loss, and what its metrics are made of."""
     weights_t, anchor_t = correct(columns, corrections)
@@ -54,6 +58,8 @@ def policy_loss(
     more_t = penalty(columns, corrections)
     if more_t is not None:
         loss_t = loss_t + more_t
+    if entropy_bonus:
+        loss_t = loss_t - entropy_bonus * columns.entropy_t
     if recipe.aggregate == "sequence":
         loss_t = loss_t / columns.sequences.spread(columns.sequences.sizes)
     with torch.no_grad():
