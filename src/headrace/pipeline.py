@@ -314,10 +314,12 @@ class Pipeline:
             stop.cancel()
         for group in groups:
             self._groups.pop(group.sequence)
-        if self.config.training.shuffle_rewards:
+        how, control = self.config.training.algorithm.recipe, self.config.training.shuffle_rewards
+        if control:
             groups = shuffle_rewards(groups, seed=self.config.seed + version)
-        how = self.config.training.algorithm.recipe
-        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
+        # Lengths would be a signal.
+        overlong = None if control else how.overlong
+        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=overlong)
         return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=found)
 
     async def _take(self) -> tuple[int, list[Group]]:

@@ -147,7 +147,7 @@ def test_what_the_projections_left_is_normed_turned_written_and_attended_to(shap
     partial, statistics = (torch.empty(len(items), heads, width, device="cuda") for width in (dim, 2))
     made, out = H.Projected(k, v, rotation, rows), torch.empty(tokens, heads, dim, device="cuda", dtype=q.dtype)
     caches = [case.keys.clone(), case.values.clone()]
-    assert made.fits
+    assert H.serves(q, A.Cache.paged(*caches), made)
     fresh = torch.empty(tokens, (heads + 2 * groups) * dim, device="cuda", dtype=q.dtype)
 
     def step() -> None:

@@ -24,7 +24,7 @@ KINDS = {
     "top-p 0.8": Sampling(top_p=0.8),
     "top-k 8": Sampling(top_k=8),
     "min-p 0.1": Sampling(min_p=0.1),
-    "top-p 0.9, top-k 16, temperature 0.7": Sampling(top_p=0.9, top_k=16, temperature=0.7),
+    "top-p 0.9, top-k 16, min-p 0.05, temperature 0.9": Sampling(top_p=0.9, top_k=16, min_p=0.05, temperature=0.9),
 }
 HEADLINE = "top-p 0.8"
 

@@ -52,6 +52,9 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         table = result
         for depth, part in enumerate(parts[:-1], start=1):
             table = table.setdefault(part, {})
+            if isinstance(table, list):
+                path = ".".join(parts[:depth])
+                raise ConfigError(f"{path} is set as a whole", text, f"write --set '{path}=[{{ … }}, …]'")
             if not isinstance(table, dict):
                 raise ConfigError(
                     f"{'.'.join(parts[:depth])} is a single value, not a table", text, "shorten the key"

@@ -79,7 +79,7 @@ def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:
     for part in path:
         if isinstance(kind, inspect.VarTupleType | inspect.ListType):
             kind = kind.item_type
-            data = None
+            data = _within(data, part)
             continue
         if isinstance(kind, inspect.TupleType):
             kind = kind.item_types[int(part)]
@@ -90,8 +90,15 @@ def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:
         if not found:
             return None
         kind = found[0]
-        data = data.get(part) if isinstance(data, Mapping) else None
+        data = _within(data, part)
     return kind
+
+
+def _within(data: Any, part: str) -> Any:
+    """What is there under a key or, in a list, a number; None where nothing is."""
+    if isinstance(data, list):
+        return data[int(part)] if part.isdecimal() and int(part) < len(data) else None
+    return data.get(part) if isinstance(data, Mapping) else None
 
 
 def is_text(kind: inspect.Type | None) -> bool:
@@ -126,7 +133,7 @@ def suggest(path: Sequence[str], data: Any) -> str:
     if kind is None:
         return "check the spelling"
     for part in parents:
-        data = data.get(part) if isinstance(data, Mapping) else None
+        data = _within(data, part)
     known = sorted({name for variant in tables(kind, data) for name in names(variant)})
     for variant in _variants(kind):
         if wanted in names(variant) and wanted not in known:

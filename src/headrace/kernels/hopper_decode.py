@@ -51,18 +51,6 @@ class Projected(NamedTuple):
     def normed(self) -> bool:
         return self.rotation[2] is not None
 
-    @property
-    def fits(self) -> bool:
-        """Whether all of it can be read as the kernel does."""
-        cos, sin, *norms, _ = self.rotation
-        whole = cos, sin, *(one for one in norms if one is not None)
-        by_token = self.k_tgd, self.v_tgd
-        if any(one.dtype != torch.bfloat16 or not _aligned(one) for one in (*whole, *by_token)):
-            return False
-        heads_together = all(one.stride()[1:] == (one.shape[2], 1) for one in by_token)
-        listed = self.rows_t.dtype == torch.int32 and self.rows_t.is_contiguous()
-        return heads_together and listed and all(one.is_contiguous() for one in whole)
-
 
 ALIGN_BYTES = 16
 """Of what is copied for each token."""
@@ -76,17 +64,20 @@ class ProjectedArguments(ctypes.Structure):
     )
 
 
-def serves(q_thd: Tensor, cache: Cache) -> bool:
+def serves(q_thd: Tensor, cache: Cache, projected: Projected | None = None) -> bool:
     if not (q_thd.is_cuda and q_thd.dtype == cache.keys.dtype == torch.bfloat16 and cuda.available()):
         return False
-    if torch.cuda.get_device_capability(q_thd.device)[0] != 9 or not _aligned(q_thd):
+    if torch.cuda.get_device_capability(q_thd.device)[0] != 9 or not _heads_together(q_thd):
+        return False
+    if projected is not None and not _fits(projected):
         return False
     (_, heads, dim), groups = q_thd.shape, cache.keys.shape[0]
     whole = cache.page > 0 and cache.page % KEYS == 0 and cache.row == dim
     if not (whole and dim in STAGES and heads // groups <= MOST_QUERIES):
         return False
     with torch.cuda.device(q_thd.device):
-        return _kernel(*_sizes(q_thd, cache), torch.cuda.current_device()) is not None
+        how = _how(projected)
+        return _kernel(*_sizes(q_thd, cache), torch.cuda.current_device(), *how) is not None
 
 
 def attend_single(
@@ -106,7 +97,7 @@ def attend_single(
     The kernel launched just before this one must not write table, items, rows or norms, and must wait before it
     lets this one begin (`launch.wait`), so that all before it has ended. Items of no queries come last.
     `counters`: as many as `counters_for` says, zeros, that no other launch uses at the same time; they are zeros
-    again afterwards. `partial` and `statistics` are given where an item has a part. `projected` is one that `fits`.
+    again afterwards. `partial` and `statistics` are given where an item has a part.
     """
     dim, groups = q_thd.shape[2], cache.keys.shape[0]
     pieces = groups * len(items)
@@ -125,17 +116,31 @@ def attend_single(
     )
     with torch.cuda.device(q_thd.device):
         device = torch.cuda.current_device()
-        how = (False, False) if projected is None else (True, projected.normed)
-        kernel = _kernel(*_sizes(q_thd, cache), device, *how)
+        kernel = _kernel(*_sizes(q_thd, cache), device, *_how(projected))
         assert kernel is not None
         kernel.launch((min(pieces, _blocks(device)), 1, 1), 32 * WARPS, arguments, early=launch.early())
 
 
-def _aligned(by_token: Tensor) -> bool:
-    size = by_token.element_size()
-    return by_token.data_ptr() % ALIGN_BYTES == 0 and (
-        by_token.dim() == 1 or by_token.stride(0) * size % ALIGN_BYTES == 0
-    )
+def _fits(projected: Projected) -> bool:
+    cos, sin, *norms, _ = projected.rotation
+    whole = cos, sin, *(one for one in norms if one is not None)
+    if any(one.dtype != torch.bfloat16 for one in (projected.k_tgd, projected.v_tgd, *whole)):
+        return False
+    if not (_heads_together(projected.k_tgd) and _heads_together(projected.v_tgd)):
+        return False
+    rows = projected.rows_t
+    aligned = all(one.is_contiguous() and one.data_ptr() % ALIGN_BYTES == 0 for one in whole)
+    return aligned and rows.dtype == torch.int32 and rows.is_contiguous()
+
+
+def _heads_together(by_token: Tensor) -> bool:
+    """And each token's begin where they can be copied from."""
+    at, apart = by_token.data_ptr(), by_token.stride(0) * by_token.element_size()
+    return by_token.stride()[1:] == (by_token.shape[2], 1) and at % ALIGN_BYTES == apart % ALIGN_BYTES == 0
+
+
+def _how(projected: Projected | None) -> tuple[bool, bool]:
+    return (False, False) if projected is None else (True, projected.normed)
 
 
 def counters_for(merges: int, groups: int) -> int:

@@ -70,8 +70,7 @@ class PagedContext:
         """Where all tokens are single queries of the kernel for Hopper."""
         cache = kernels.Cache.paged(*self._layer(layer))
         projected = hopper_decode.Projected(k_tgd, v_tgd, rotation, self.rows)
-        served = not self._invariant and hopper_decode.serves(q_thd, cache) and projected.fits
-        if len(self._chunks) or not served:
+        if self._invariant or len(self._chunks) or not hopper_decode.serves(q_thd, cache, projected):
             return None
         out_thd = torch.empty(q_thd.shape, dtype=q_thd.dtype, device=q_thd.device)
         self._attend_on_hopper(q_thd, cache, out_thd, projected)

@@ -44,8 +44,8 @@ class LocalProcess:
 def compute_threads(*, take_turns: bool = False) -> int:
     """Of the trainer, and of all engines together: half of the cores each, all of them where the two take turns.
 
-    Of eight cores one is left for all else, of sixteen two: messages, environments, publication. A thread of theirs
-    on a core that computes keeps the whole team of it waiting.
+    Of eight cores or more at least every eighth is left for all else: messages, environments, publication. A thread
+    of theirs on a core that computes keeps the whole team of it waiting.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     cores -= cores // 8

@@ -1,4 +1,4 @@
-"""How much better than its group an episode did. NumPy only, no torch."""
+"""How much better an episode did than others. NumPy only, no torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def advantages(
 
     `baseline` is what a reward is compared with: the mean of its group, that of the group's others, or nothing.
     `scale`: divided by the standard deviation over the group, or over the batch, whose mean is then 0. It is the
-    population's (divided by n, not n − 1), and 1e-6 more. Where all are equal, also where there is one, all are
-    exactly 0. Raises RecordError for an episode without a finite reward.
+    population's (divided by n, not n − 1), and 1e-6 more. Where all that are compared are equal, also where there
+    is one, all are exactly 0. Raises RecordError for an episode without a finite reward.
     """
     parts = [_compared(_rewards(group, overlong), baseline, scale == "group") for group in groups]
     together = np.concatenate(parts) if parts else np.empty(0)
@@ -72,7 +72,7 @@ def _rewards(group: Group, overlong: Overlong | None) -> np.ndarray:
 
 def _compared(rewards: np.ndarray, baseline: Baseline, by_std: bool) -> np.ndarray:
     if baseline == "none":
-        return rewards
+        return rewards / (rewards.std() + STD_EPS) if by_std else rewards
     centred = _centred(rewards, by_std)
     # r − mean of the others = (r − mean of all) · n / (n − 1)
     return centred * len(rewards) / max(1, len(rewards) - 1) if baseline == "others" else centred

@@ -18,7 +18,8 @@ _PAIRINGS = 4
 
 
 class Receiver:
-    """Touches nothing but the buffers it is given. Not thread-safe."""
+    """Touches nothing but the buffers it is given, which stay where they are until it is to `forget` them, and
+    within a version's stages are the same mapping. Not thread-safe."""
 
     def __init__(self, inlet: Inlet, *, deadline_s: float = 120.0, who: str = "engine"):
         self._inlet = inlet

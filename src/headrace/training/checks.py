@@ -7,34 +7,35 @@ import numpy as np
 from headrace.errors import LawBroken, RecordError
 from headrace.records import Batch, Episode, Turn
 
-LOG_1 = 1e-3
-"""With what roundings add."""
+ROUNDING = 1e-3
+"""That a log-prob may be above 0."""
 
 
 def flaw(episode: Episode, *, newest: int, policy: str = "policy") -> str | None:
     """Why what was sampled in an episode cannot be trained on, or None. `newest`: the last version there is."""
     for index, turn in enumerate(episode.turns):
         if turn.policy == policy and len(turn.tokens) and (why := _flaw(turn, newest)):
-            return f"turn {index} of episode {episode.id!r}: {why}"
+            return f"turn {index} of episode {episode.id!r}, sampled by {turn.engine or 'an engine'}: {why}"
     return None
 
 
 def _flaw(turn: Turn, newest: int) -> str | None:
     if not np.isfinite(turn.logprobs).all():
         return "a log-prob is not finite"
-    if turn.logprobs.max() > LOG_1:
+    if turn.logprobs.max() > ROUNDING:
         return f"a log-prob is {turn.logprobs.max():.3g}, more than log 1"
     if turn.versions.max() > newest or turn.versions.min() < 0:
         return f"versions {turn.versions.min()} to {turn.versions.max()}, and the newest is {newest}"
     if turn.sampling.truncates and turn.support is None:
         return "its sampling truncates, and no support is recorded"
     if turn.support is not None:
-        sizes = np.diff(turn.support.offsets)
-        hits = np.concatenate([[0], np.cumsum(turn.support.ids == np.repeat(turn.tokens, sizes))])
-        within = hits[turn.support.offsets[1:]] > hits[turn.support.offsets[:-1]]
+        offsets = turn.support.offsets
+        hits = np.flatnonzero(turn.support.ids == np.repeat(turn.tokens, np.diff(offsets)))
         # A row of nothing stands for everything.
-        if not (within | (sizes == 0)).all():
-            place = int(np.flatnonzero(~within & (sizes > 0))[0])
+        within = np.diff(offsets) == 0
+        within[np.searchsorted(offsets, hits, side="right") - 1] = True
+        if not within.all():
+            place = int(np.argmin(within))
             return f"token {turn.tokens[place]}, its {place + 1}., is not within its recorded support"
     return None
 

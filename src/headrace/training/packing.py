@@ -43,7 +43,7 @@ class Packed:
     trained_s: np.ndarray
     """Trained tokens of each sequence, all at least 1."""
     trained_turns: np.ndarray
-    """Those of each trained turn, likewise."""
+    """Those of each turn that is trained, likewise: another cut of the same column."""
     sources_n: np.ndarray
     """Index, among the input tokens, of the one whose output predicts the trained token."""
     targets_n: np.ndarray

@@ -256,16 +256,33 @@ def test_corrections_are_tables_in_an_array_and_read_back_equal(file: Path) -> N
 @pytest.mark.parametrize(
     ("corrections", "rule", "value"),
     [
-        ('[{type="tis",cap=-1}]', "training.corrections[0].cap is a number > 0", -1),
+        ('[{type="tis",cap=-1}]', "training.corrections[0].cap is a number >= 1", -1),
         ('[{type="opsm"},{cap=1.0}]', "training.corrections.1.type is required", None),
         ('[{type="tis",kap=1}]', "a configuration has only known keys", "training.corrections.0.kap"),
-        ('[{type="mis",low=3,high=2}]', "a correction's low bound is below its high one", "3.0 >= 2.0"),
+        (
+            '[{type="mis",low=3}]',
+            "the low bound of the correction 'mis' is at most 1, or it drops what is on-policy",
+            3.0,
+        ),
         ('[{type="kimi",tau=inf}]', "training.corrections[0].tau is a finite number", float("inf")),
     ],
 )
 def test_a_wrong_correction_is_refused_by_its_place(file: Path, corrections: str, rule: str, value: object) -> None:
     error = refusal(file, f"training.corrections={corrections}")
     assert (error.rule, error.value) == (rule, value)
+
+
+def test_a_key_of_another_correction_is_said_to_be_so(file: Path) -> None:
+    error = refusal(file, 'training.corrections=[{type="tis",high=2}]')
+    assert (error.rule, error.value) == ("a configuration has only known keys", "training.corrections.0.high")
+    assert 'high belongs to training.corrections.0.type = "mis"' in (error.remedy or "")
+
+
+def test_a_list_is_set_as_a_whole(file: Path) -> None:
+    file.write_text(GOOD + '[[training.corrections]]\ntype = "tis"\n')
+    error = refusal(file, "training.corrections.0.cap=3")
+    assert error.rule == "training.corrections is set as a whole"
+    assert "--set 'training.corrections=[{ … }, …]'" in (error.remedy or "")
 
 
 def test_a_dumped_configuration_reads_back_equal(file: Path) -> None:

@@ -22,7 +22,7 @@ OUTLIER_RATIOS = (0.5, 2.0)
 
 @dataclass(frozen=True)
 class Sums:
-    """Sums over the micro-batch's tokens, as 0-dimensional float64 tensors without a gradient."""
+    """Sums over the micro-batch's tokens, as 0-dimensional float64 tensors, and one column; without a gradient."""
 
     clipped: Tensor
     """Tokens whose gradient the clip cuts off."""
