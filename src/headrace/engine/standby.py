@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace.engine.messages import Announce, AskFingerprint, Ok, TellFingerprint, Transfer, Verify
@@ -94,10 +94,11 @@ class StandbyThread:
                             self._fingerprint(record) if isinstance(record, AskFingerprint) else self._stage(record)
                         )
                     self._answer(answer)
-                    if isinstance(record, Transfer):
-                        self._look()
                 except Exception as error:
                     self._answer(error_to_record(record.call, error))
+                else:
+                    if isinstance(record, Transfer):
+                        self._look()
 
     def _stage(self, record: Any) -> Ok:
         engine, receiver = self._engine, self._receiver
@@ -122,8 +123,9 @@ class StandbyThread:
         return Ok(call=record.call)
 
     def _look(self) -> None:
-        """While the controller hears that a version has arrived, and sends its seal."""
-        with self._in_stage:
+        """While the controller hears that a version has arrived, and sends its seal. What fails here fails again
+        when it is to be verified, and is answered then."""
+        with self._in_stage, suppress(SyncError, RuntimeError):
             if self._manifest is not None:
                 self._receiver.look(self._manifest, self._buffers)
 

@@ -37,6 +37,8 @@ class Copies:
         for name, buffer in standby.items():
             buffer.copy_(weights[name].detach())
 
+    def look(self, manifest: Manifest, standby: Any) -> None: ...
+
     def forget(self) -> None: ...
 
 
