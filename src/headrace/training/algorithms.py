@@ -32,6 +32,10 @@ class Recipe(NamedTuple):
     overlong: Overlong | None = None
 
 
+def _scale(normalise_std: bool) -> Literal["group", "none"]:
+    return "group" if normalise_std else "none"
+
+
 class GrpoConfig(Config, tag="grpo", tag_field="type"):
     """Group-relative policy optimisation with clipped importance ratios against the recorded log-probs."""
 
@@ -46,8 +50,7 @@ class GrpoConfig(Config, tag="grpo", tag_field="type"):
 
     @property
     def recipe(self) -> Recipe:
-        scale: Literal["group", "none"] = "group" if self.normalise_std else "none"
-        return Recipe("group", scale, (self.clip_low, self.clip_high), self.aggregate)
+        return Recipe("group", _scale(self.normalise_std), (self.clip_low, self.clip_high), self.aggregate)
 
 
 class DrGrpoConfig(Config, tag="dr_grpo", tag_field="type"):
@@ -111,13 +114,12 @@ class DapoConfig(Config, tag="dapo", tag_field="type"):
 
     @property
     def recipe(self) -> Recipe:
-        scale: Literal["group", "none"] = "group" if self.normalise_std else "none"
         overlong = (
             None
             if self.overlong_limit is None
             else Overlong(self.overlong_limit, self.overlong_buffer, self.overlong_penalty)
         )
-        return Recipe("group", scale, (self.clip_low, self.clip_high), overlong=overlong)
+        return Recipe("group", _scale(self.normalise_std), (self.clip_low, self.clip_high), overlong=overlong)
 
 
 class GspoConfig(Config, tag="gspo", tag_field="type"):
@@ -130,8 +132,9 @@ class GspoConfig(Config, tag="gspo", tag_field="type"):
 
     @property
     def recipe(self) -> Recipe:
-        scale: Literal["group", "none"] = "group" if self.normalise_std else "none"
-        return Recipe("group", scale, (self.clip_low, self.clip_high), self.aggregate, ratio="sequence")
+        return Recipe(
+            "group", _scale(self.normalise_std), (self.clip_low, self.clip_high), self.aggregate, ratio="sequence"
+        )
 
 
 class PpoConfig(Config, tag="ppo", tag_field="type"):
