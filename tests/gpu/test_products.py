@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from headrace.kernels import cublas, hopper_product, products
+from headrace.kernels import cublas, hopper_gate, products
 from headrace.kernels.norm import rms_norm
 from headrace.kernels.products import Products
 from headrace.models.ops import ReferenceOps
@@ -98,19 +98,6 @@ def test_a_device_that_fails_to_try_ways_computes_the_plain_one(monkeypatch):
     assert shared == {}
 
 
-@pytest.mark.parametrize("tile", [tile for some in hopper_product.PART_TILES for tile in some])
-@pytest.mark.parametrize("parts", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("rows", "columns", "depth"), [(1, 16, 8), (70, 304, 1032), (256, 4096, 4096), (300, 200, 640)]
-)
-def test_our_kernel_computes_the_product(rows, columns, depth, parts, tile):
-    x, weight = draw(rows, columns, depth)
-    found = hopper_product.product(x, weight, tile, parts)
-    whole = found if parts == 1 else found.sum(0)
-    assert found.dtype == (torch.bfloat16 if parts == 1 else torch.float32)
-    torch.testing.assert_close(whole.double(), x.double() @ weight.double().T, atol=2e-3, rtol=2**-8)
-
-
 # ── The gate inside its product ──────────────────────────────────────────────────────────────────────────
 
 
@@ -118,7 +105,7 @@ def apart(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return ReferenceOps().gated_silu(*F.linear(x, weight).chunk(2, -1))
 
 
-@pytest.mark.parametrize("tile", [tile for some in hopper_product.TILES for tile in some])
+@pytest.mark.parametrize("tile", [tile for some in hopper_gate.TILES for tile in some])
 @pytest.mark.parametrize(
     ("rows", "width", "depth"),
     [
@@ -133,7 +120,7 @@ def apart(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 )
 def test_the_kernel_is_the_product_and_then_the_gate(rows, width, depth, tile):
     x, weight = draw(rows, 2 * width, depth)
-    found, expected = hopper_product.gated_product(x, weight, tile), apart(x, weight)
+    found, expected = hopper_gate.gated_product(x, weight, tile), apart(x, weight)
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2**-6)
     # Sums in another order round otherwise now and then, not as a rule.
@@ -144,15 +131,15 @@ def test_the_kernel_reads_rows_that_lie_apart_and_writes_no_further_than_its_own
     x, weight = draw(130, 2 * 200, 256)
     wide = torch.full((130, 512), float("nan"), device="cuda", dtype=torch.bfloat16)
     wide[:, :256] = x
-    for tile in hopper_product.tiles(130):
-        torch.testing.assert_close(hopper_product.gated_product(wide[:, :256], weight, tile), apart(x, weight))
+    for tile in hopper_gate.tiles(130):
+        torch.testing.assert_close(hopper_gate.gated_product(wide[:, :256], weight, tile), apart(x, weight))
 
 
 def test_large_sums_are_gated_as_the_reference_does_and_nan_stays():
     x, weight = draw(64, 2 * 64, 64)
     x[:, 0] *= 1e4
     x[7, 3] = float("nan")
-    found, expected = hopper_product.gated_product(x, weight, hopper_product.TILES[0][0]), apart(x, weight)
+    found, expected = hopper_gate.gated_product(x, weight, hopper_gate.TILES[0][0]), apart(x, weight)
     torch.testing.assert_close(found, expected, atol=2e-3, rtol=2**-6, equal_nan=True)
 
 
@@ -160,12 +147,12 @@ def test_what_the_kernel_does_not_serve_goes_the_plain_way():
     ours = Products()
     for rows, width, depth in ((16, 36, 64), (16, 64, 36)):
         x, weight = draw(rows, 2 * width, depth)
-        assert not hopper_product.serves(x, weight)
+        assert not hopper_gate.serves(x, weight)
         with ours.tuning():
             torch.testing.assert_close(ours.gated(x, weight), apart(x, weight), atol=2e-3, rtol=2**-6)
     x, weight = draw(16, 128, 64)
-    assert hopper_product.serves(x, weight)
-    assert not hopper_product.serves(x.float(), weight.float())
+    assert hopper_gate.serves(x, weight)
+    assert not hopper_gate.serves(x.float(), weight.float())
     torch.testing.assert_close(ours.gated(x.float(), weight.float()), apart(x.float(), weight.float()))
 
 

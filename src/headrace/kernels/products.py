@@ -2,7 +2,7 @@
 
 A decode step's products are small: cuBLASLt's own choice is up to a sixth slower than its best kernel, and it likes
 to cut K into parts that a second kernel sums. Here the parts may be left for the norm that follows, which reads the
-result anyway. The gate of an MLP may be inside its product (`kernels.hopper_product`). Sizes that were not tuned go
+result anyway. The gate of an MLP may be inside its product (`kernels.hopper_gate`). Sizes that were not tuned go
 PyTorch's way.
 """
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headrace.kernels import cublas, hopper_product
+from headrace.kernels import cublas, hopper_gate
 from headrace.kernels.gate import gated_silu
 
 PARTS = (1, 2, 4)
@@ -75,18 +75,13 @@ class Products:
 
     def linear(self, x_mk: Tensor, weight_nk: Tensor, *, in_parts: bool = False) -> Tensor:
         """(M, N); with `in_parts` perhaps (P, M, N) in float32, whose sum over P it is."""
-
-        def others() -> Iterator[Way]:
-            yield from _by_library(x_mk, weight_nk, PARTS if in_parts else PARTS[:1])
-            if in_parts:
-                yield from _by_our_kernel(x_mk, weight_nk)
-
-        return self._by(x_mk, weight_nk, Way(F.linear), LEAST_GAIN, others, in_parts)
+        plain, parts = Way(F.linear), PARTS if in_parts else PARTS[:1]
+        return self._by(x_mk, weight_nk, plain, LEAST_GAIN, lambda: _by_library(x_mk, weight_nk, parts), in_parts)
 
     def gated(self, x_mk: Tensor, weight_nk: Tensor) -> Tensor:
         """silu(x @ gateᵀ) · (x @ upᵀ), (M, N / 2), of weights that are gate's rows and then up's."""
         plain = Way(lambda x, weight: gated_silu(*self.linear(x, weight).chunk(2, -1)))
-        return self._by(x_mk, weight_nk, plain, WITH_GATE, lambda: _gated_by_our_kernel(x_mk, weight_nk))
+        return self._by(x_mk, weight_nk, plain, WITH_GATE, lambda: _by_our_kernel(x_mk, weight_nk))
 
     def _by(
         self,
@@ -125,18 +120,8 @@ def _by_library(x_mk: Tensor, weight_nk: Tensor, parts: Sequence[int]) -> Iterat
 
 
 def _by_our_kernel(x_mk: Tensor, weight_nk: Tensor) -> Iterator[Way]:
-    """In parts."""
-    if hopper_product.serves(x_mk, weight_nk):
-        processors = torch.cuda.get_device_properties(x_mk.device).multi_processor_count
-        for tile, parts in hopper_product.cuts(len(x_mk), len(weight_nk), processors):
-            yield Way(partial(hopper_product.product, tile=tile, parts=parts), parts)
-
-
-def _gated_by_our_kernel(x_mk: Tensor, weight_nk: Tensor) -> Iterator[Way]:
-    if hopper_product.serves(x_mk, weight_nk):
-        yield from (
-            Way(partial(hopper_product.gated_product, tile=tile)) for tile in hopper_product.tiles(len(x_mk))
-        )
+    if hopper_gate.serves(x_mk, weight_nk):
+        yield from (Way(partial(hopper_gate.gated_product, tile=tile)) for tile in hopper_gate.tiles(len(x_mk)))
 
 
 def _tuned(

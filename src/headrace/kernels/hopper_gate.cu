@@ -1,22 +1,17 @@
-// x · weightᵀ for x (M, K) and weight (N, K) in bfloat16, by what the host defines:
+// out (M, I) = silu(x · gateᵀ) · (x · upᵀ) for x (M, K) and weight (2·I, K), gate's rows and then up's, in bfloat16.
 //
-//     GATED     out (M, N / 2) = silu(x · gateᵀ) · (x · upᵀ), of weights that are gate's rows and then up's
-//     IN_PARTS  out (P, M, N) in float32, whose sum over P is the product: each part is of a share of K
-//     neither   out (M, N)
+// A block computes ROWS rows of x against COLUMNS rows of weight, half of them gate's and half the same of up's. Its
+// first warp group fetches tiles into a ring of STAGES, the others multiply. A thread that holds a sum of gate's
+// holds up's for it too, so the gate costs no memory.
 //
-// A block computes ROWS rows of x against COLUMNS rows of weight; if gated, half of them are gate's and half the same
-// of up's. Its first warp group fetches tiles into a ring of STAGES, the others multiply. A thread that holds a sum of
-// gate's holds up's for it too, so the gate costs no memory.
+//     stage:  x (ROWS, 64) │ gate (COLUMNS / 2, 64) │ up (COLUMNS / 2, 64)     lines of 128 bytes, swizzled
 //
-//     stage:  x (ROWS, 64) │ weight (COLUMNS / 2, 64) │ weight (COLUMNS / 2, 64)     lines of 128 bytes, swizzled
-//
-// The host also defines CONSUMERS, SUBTILES, COLUMNS and STAGES, and replaces MULTIPLY.
+// The host defines CONSUMERS, SUBTILES, COLUMNS and STAGES, and replaces MULTIPLY.
 
 constexpr int DEPTH = 64, WARP_GROUP = 128;
 constexpr int ROWS = CONSUMERS * SUBTILES * 64;
 constexpr int X_BYTES = ROWS * LINE, WEIGHT_BYTES = COLUMNS * LINE, STAGE_BYTES = X_BYTES + WEIGHT_BYTES;
-constexpr int WIDTH = GATED ? COLUMNS / 2 : COLUMNS;  // of out
-constexpr int SUMS = COLUMNS / 2;                     // that a thread has of a subtile
+constexpr int WIDTH = COLUMNS / 2, SUMS = COLUMNS / 2;  // columns of out; sums that a thread has of a subtile
 
 // ── The product of tiles ────────────────────────────────────────────────────────────────────────────────
 
@@ -52,44 +47,17 @@ __device__ __forceinline__ void transpose(u32 (&v)[4], int lane) {
         }
 }
 
-// ── The result ──────────────────────────────────────────────────────────────────────────────────────────
-
-// Of a row: a thread's sums, four numbers apart, to `to` from `column` on, 16 bytes at a time.
-__device__ __forceinline__ void write(const float *sums, unsigned short *to, int column, int width, bool real, int lane) {
-#pragma unroll
-    for (int four = 0; four < WIDTH / 32; four++) {
-        u32 v[4];
-#pragma unroll
-        for (int block = 0; block < 4; block++) {
-            const float *two = sums + 4 * (4 * four + block);
-            v[block] = GATED ? gated(two, two + SUMS / 2) : pair(two[0], two[1]);
-        }
-        transpose(v, lane);
-        int to_column = column + (4 * four + lane % 4) * 8;
-        if (real && to_column < width) *(uint4 *)(to + to_column) = make_uint4(v[0], v[1], v[2], v[3]);
-    }
-}
-
-__device__ __forceinline__ void write_part(const float *sums, float *to, int column, int width, bool real, int lane) {
-#pragma unroll
-    for (int block = 0; block < WIDTH / 8; block++) {
-        int to_column = column + 8 * block + 2 * (lane % 4);
-        if (real && to_column < width) *(float2 *)(to + to_column) = make_float2(sums[4 * block], sums[4 * block + 1]);
-    }
-}
-
 // ── The kernel ──────────────────────────────────────────────────────────────────────────────────────────
 
 extern "C" __global__ void __launch_bounds__((CONSUMERS + 1) * WARP_GROUP, 1)
-product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, void *out,
-        int rows, int width, int depth) {
+gated_product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap weight, unsigned short *out,
+              int rows, int width, int depth) {
     SHARED_ROOM(room);
     __shared__ u64 barriers[2 * STAGES];
     const u32 ring = (address(room) + 1023) & ~1023u;
     const u32 full = address(barriers), empty = address(barriers + STAGES);
     const int group = threadIdx.x / WARP_GROUP, lane = threadIdx.x % 32;
-    const int column = blockIdx.x * WIDTH, row = blockIdx.y * ROWS, all = (depth + DEPTH - 1) / DEPTH;
-    const int begin = all * blockIdx.z / gridDim.z, steps = all * (blockIdx.z + 1) / gridDim.z - begin;
+    const int column = blockIdx.x * WIDTH, row = blockIdx.y * ROWS, steps = (depth + DEPTH - 1) / DEPTH;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < STAGES; stage++) {
@@ -107,12 +75,11 @@ product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w
             auto fetch_weight = [&](int step, int stage) {
                 u32 to = ring + stage * STAGE_BYTES + X_BYTES, barrier = full + 8 * stage;
                 expect(barrier, STAGE_BYTES);
-                fetch(to, &weight, (begin + step) * DEPTH, column, barrier, hint);
-                fetch(to + WEIGHT_BYTES / 2, &weight, (begin + step) * DEPTH, column + (GATED ? width : WIDTH / 2),
-                      barrier, hint);
+                fetch(to, &weight, step * DEPTH, column, barrier, hint);
+                fetch(to + WEIGHT_BYTES / 2, &weight, step * DEPTH, width + column, barrier, hint);
             };
             auto fetch_x = [&](int step, int stage) {
-                fetch(ring + stage * STAGE_BYTES, &x, (begin + step) * DEPTH, row, full + 8 * stage, READ_AGAIN);
+                fetch(ring + stage * STAGE_BYTES, &x, step * DEPTH, row, full + 8 * stage, READ_AGAIN);
             };
             const int first = steps < STAGES ? steps : STAGES;
             // The kernel before this one writes x, but no weights.
@@ -161,11 +128,20 @@ product(const __grid_constant__ TensorMap x, const __grid_constant__ TensorMap w
         for (int i = 0; i < SUBTILES; i++)
 #pragma unroll
             for (int lower = 0; lower < 2; lower++) {
-                const int to_row = row + (consumer * SUBTILES + i) * 64 + warp * 16 + lower * 8 + lane / 4;
-                const float *mine = &sums[i][2 * lower];
-                if (IN_PARTS) write_part(mine, (float *)out + ((u64)blockIdx.z * rows + to_row) * width, column, width,
-                                         to_row < rows, lane);
-                else write(mine, (unsigned short *)out + (u64)to_row * width, column, width, to_row < rows, lane);
+                int to_row = row + (consumer * SUBTILES + i) * 64 + warp * 16 + lower * 8 + lane / 4;
+#pragma unroll
+                for (int four = 0; four < WIDTH / 32; four++) {
+                    u32 v[4];
+#pragma unroll
+                    for (int block = 0; block < 4; block++) {
+                        const float *gate = &sums[i][4 * (4 * four + block) + 2 * lower];
+                        v[block] = gated(gate, gate + SUMS / 2);
+                    }
+                    transpose(v, lane);
+                    int to_column = column + (4 * four + lane % 4) * 8;
+                    if (to_row < rows && to_column < width)
+                        *(uint4 *)(out + (u64)to_row * width + to_column) = make_uint4(v[0], v[1], v[2], v[3]);
+                }
             }
     }
 }
