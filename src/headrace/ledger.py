@@ -46,8 +46,9 @@ CREATE TABLE IF NOT EXISTS episodes (
     version_max INTEGER,
     trained_at INTEGER,             -- the trainer's version when it consumed the episode
     produced INTEGER,               -- the version that step made
-    times_trained INTEGER NOT NULL DEFAULT 0,
-    session INTEGER NOT NULL
+    times_trained INTEGER NOT NULL DEFAULT 0,  -- epochs over it
+    session INTEGER NOT NULL,
+    teacher INTEGER                 -- in self-distillation: the version it was held against
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS episodes_by_state ON episodes (state, reason);
 CREATE TABLE IF NOT EXISTS versions (
@@ -77,7 +78,7 @@ _WASTE = "UPDATE episodes SET tokens = tokens - ?, wasted = wasted + ? WHERE id 
 _DROP = "UPDATE episodes SET state = 'dropped', reason = ? WHERE id = ? AND state = 'in_flight'"
 _TRAIN = (
     "UPDATE episodes SET state = 'trained', version_min = ?, version_max = ?, trained_at = ?, produced = ?,"
-    " times_trained = times_trained + 1 WHERE id = ? AND state = 'in_flight'"
+    " times_trained = times_trained + ?, teacher = ? WHERE id = ? AND state = 'in_flight'"
 )
 _VERSION = "INSERT INTO versions (number, parent, step, session) VALUES (?, ?, ?, ?)"
 _SESSION = "INSERT INTO sessions (number, started, restored) VALUES (?, ?, ?)"
@@ -95,8 +96,15 @@ class Ledger:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._db.executescript(_SCHEMA)
+            self._add_missing_columns()
         except sqlite3.DatabaseError as error:
             raise RunFolderError("a run's ledger is an SQLite file", f"{path}: {error}") from error
+
+    def _add_missing_columns(self) -> None:
+        """A run that began before they were thought of."""
+        there = {row[1] for row in self._db.execute("PRAGMA table_info(episodes)")}
+        if "teacher" not in there:
+            self._db.execute("ALTER TABLE episodes ADD COLUMN teacher INTEGER")
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Make changes durable, all or none. A change that finds no row in the right state breaks law 3."""
@@ -244,13 +252,14 @@ class Journal:
         self.dropped[reason] += 1
         self._pending.append((_DROP, (reason, episode)))
 
-    def train(self, batch: Batch, produced: WeightVersion) -> None:
-        """A step consumed the batch and made a version: one change, so that both are durable or neither."""
+    def train(self, batch: Batch, produced: WeightVersion, times: int = 1, teacher: int | None = None) -> None:
+        """A step consumed the batch, training on it so many times, and made a version: one change, so that both are
+        durable or neither. `teacher` is the version that the policy learned from."""
         for episode in batch.episodes:
             self.tokens_trained += self._leave(episode.id)
             self.trained += 1
             versions = (episode.version_min, episode.version_max)
-            self._pending.append((_TRAIN, (*versions, batch.version, produced.number, episode.id)))
+            self._pending.append((_TRAIN, (*versions, batch.version, produced.number, times, teacher, episode.id)))
         self.version(produced)
 
     def version(self, version: WeightVersion) -> None:

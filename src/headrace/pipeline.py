@@ -43,6 +43,7 @@ from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
+from headrace.telemetry.alarms import Alarms
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.training.checks import flaw
@@ -140,6 +141,8 @@ class Pipeline:
         self._stopping = asyncio.Event()
         self._groups: dict[int, _RunningGroup] = {}
         self._failures_in_row = 0
+        self._alarms = Alarms()
+        self._teacher: int | None = None
         self.publication = Publication(
             config.sync,
             PublicationParts(
@@ -217,13 +220,6 @@ class Pipeline:
         for episode in episodes:
             if episode.failure is not None:
                 parts.telemetry.event("dropped", episode=episode.id, reason=episode.failure, detail=episode.detail)
-        if len(kept) < self.config.training.min_group:
-            group.drop_rest(parts.journal, "group_below_minimum")
-            del self._groups[group.ticket.sequence]
-            await parts.buffer.drop(group.ticket)
-            self._count_failure(episodes)
-            return
-        self._failures_in_row = 0
         record = Group(
             id=group.id,
             sequence=group.ticket.sequence,
@@ -231,7 +227,25 @@ class Pipeline:
             episodes=tuple(kept),
             admitted_version=group.ticket.admitted_version,
         )
-        await parts.buffer.put(group.ticket, record)
+        reason = self._unfit(record)
+        if reason is None:
+            self._failures_in_row = 0
+            await parts.buffer.put(group.ticket, record)
+            return
+        group.drop_rest(parts.journal, reason)
+        del self._groups[group.ticket.sequence]
+        await parts.buffer.drop(group.ticket)
+        self._count_failure(reason, episodes)
+
+    def _unfit(self, group: Group) -> str | None:
+        """Why a finished group is not trained on, and another is admitted in its place."""
+        training = self.config.training
+        if len(group.episodes) < training.min_group:
+            return "group_below_minimum"
+        recipe = training.algorithm.recipe
+        if recipe.resample and not advantages([group], scale="none", overlong=recipe.overlong).any():
+            return "equal_rewards"
+        return None
 
     async def _run_episode(self, group: _RunningGroup, index: int) -> Episode:
         parts, name = self.parts, group.episodes[index]
@@ -272,10 +286,16 @@ class Pipeline:
         for name in group.episodes:
             self.parts.rollouts.cut(name)
 
-    def _count_failure(self, episodes: Sequence[Episode]) -> None:
+    def _count_failure(self, reason: str, episodes: Sequence[Episode]) -> None:
         """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
         self._failures_in_row += 1
         if self._failures_in_row >= 8 * self.config.training.groups_per_batch + 100:
+            if reason == "equal_rewards":
+                raise HeadraceError(
+                    f"the last {self._failures_in_row} groups had nothing to learn from: equal rewards in each",
+                    f"{episodes[-1].reward:g} in the last",
+                    "give it tasks neither solved nor hopeless, or set training.algorithm.resample = false",
+                )
             last = next(e for e in reversed(episodes) if e.failure)
             raise HeadraceError(
                 f"the last {self._failures_in_row} groups all failed",
@@ -294,11 +314,17 @@ class Pipeline:
             report = await self.parts.trainer.train(batch)
             progress.step, progress.version = batch.step, report.version
             produced = WeightVersion(number=report.version, parent=batch.version, step=progress.step)
-            self.parts.journal.train(batch, produced)
+            self.parts.journal.train(batch, produced, training.epochs, report.teacher)
+            self._notice_teacher(report)
             self.parts.journal.check()
             self.parts.telemetry.batch(batch, produced.number)
             self._steps_done.put_nowait((report, self._at_step_end()))
             await self._after_step(produced)
+
+    def _notice_teacher(self, report: StepReport) -> None:
+        if report.teacher != self._teacher:
+            self._teacher = report.teacher
+            self.parts.telemetry.event("teacher", step=report.step, version=report.teacher)
 
     async def _next_batch(self) -> Batch | None:
         """The next batch, or None when the run is being stopped."""
@@ -439,7 +465,7 @@ class Pipeline:
             while len(seen) > 2 and seen[1][0] < clock() - RATE_WINDOW_S:
                 seen.popleft()
             engines, trainer = seen[-1][1].since(seen[0][1]), seen[-1][2].since(seen[0][2])
-            parts.telemetry.step(
+            self._tell(
                 {
                     **report.metrics,
                     **at_end,
@@ -453,6 +479,12 @@ class Pipeline:
                     **_spent("trainer", seen[-1][2]),
                 }
             )
+
+    def _tell(self, line: dict[str, Any]) -> None:
+        self.parts.telemetry.step(line)
+        for on, rule, value in self._alarms.look(line):
+            healthy = {"metric": rule.metric, "value": value, "low": rule.low, "high": rule.high}
+            self.parts.telemetry.event("alarm", step=line["step"], on=on, **healthy, advice=rule.advice)
 
     def _at_step_end(self) -> dict[str, float]:
         return {

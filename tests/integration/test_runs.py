@@ -73,6 +73,34 @@ def test_the_transformers_back_end_trains_what_the_native_engine_samples(project
     assert_sound(project, steps=4)
 
 
+def test_a_policy_that_teaches_itself_changes_its_teacher_while_it_generates(project):
+    """The teacher is changed five times; the ledger says which one each episode was held against."""
+    distillation = ("training.distillation.every=2", "training.distillation.rewards=true")
+    project.train(*(part for one in ("training.steps=14", *distillation) for part in ("--set", one)))
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        rows = db.execute("SELECT DISTINCT trained_at, teacher FROM episodes WHERE state = 'trained' ORDER BY 1")
+        teachers = dict(rows.fetchall())
+    assert teachers == {at: max(0, at // 2 * 2 - 2) for at in range(14)}
+    events = [json.loads(line) for line in (project.run / "events.jsonl").read_text().splitlines()]
+    assert [event["version"] for event in events if event["kind"] == "teacher"] == [0, 2, 4, 6, 8, 10]
+    lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["teacher_divergence"] > 0 for line in lines[1:])
+    assert_sound(project, steps=14)
+
+
+def test_batches_used_twice_near_a_reference_are_counted_and_audited(project):
+    settings = ("training.epochs=2", "training.minibatches=2", "training.reference.coefficient=0.01")
+    corrections = 'training.corrections=[{type="tis"}]'
+    project.train(*(part for one in (*settings, corrections) for part in ("--set", one)))
+    with sqlite3.connect(project.run / "ledger.sqlite") as db:
+        times = db.execute("SELECT DISTINCT times_trained FROM episodes WHERE state = 'trained'").fetchall()
+    assert times == [(2,)]
+    lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    assert {line["updates"] for line in lines} == {4}
+    assert lines[-1]["reference_kl"] > 0
+    assert_sound(project, steps=12)
+
+
 @pytest.mark.parametrize(
     ("interrupt", "schedule"),
     [

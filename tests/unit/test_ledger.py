@@ -177,3 +177,30 @@ def test_a_commit_that_does_not_end_is_named_and_not_waited_for():
             await journal.flush()
 
     asyncio.run(main())
+
+
+def test_a_batch_used_several_times_is_counted_so_and_names_its_teacher():
+    ledger = Ledger(":memory:")
+
+    async def work(journal: Journal) -> None:
+        journal.version(WeightVersion(number=0, parent=None, step=0))
+        journal.admit("g0", 0, "t", 0, ["a", "b"])
+        journal.receive("a", 3)
+        journal.receive("b", 3)
+        made = WeightVersion(number=1, parent=0, step=1)
+        journal.train(trained_batch(["a", "b"], version=0), made, times=3, teacher=0)
+        journal.check()
+        await journal.flush()
+
+    run_session(ledger, work)
+    assert ledger.query("SELECT times_trained, teacher FROM episodes") == [(3, 0), (3, 0)]
+    assert ledger.sums()["trained"] == 2
+
+
+def test_a_ledger_from_before_teachers_were_kept_is_gone_on_with(tmp_path):
+    file = tmp_path / "ledger.sqlite"
+    Ledger(file).close()
+    with sqlite3.connect(file) as db:
+        db.execute("ALTER TABLE episodes DROP COLUMN teacher")
+    run_session(ledger := Ledger(file), one_step)
+    assert ledger.query("SELECT DISTINCT teacher FROM episodes") == [(None,)]

@@ -46,6 +46,7 @@ def run_audit(folder: Path, recompute: int = 0) -> AuditReport:
         place.read_events(),
         bound=config.buffer.staleness_bound,
         group_size=config.training.group_size,
+        epochs=config.training.epochs,
     )
     ledger.close()
     if recompute:

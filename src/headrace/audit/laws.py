@@ -43,10 +43,11 @@ def check_laws(
     *,
     bound: int | None,
     group_size: int,
+    epochs: int = 1,
 ) -> Iterator[Violation]:
     """Everything that can be known without the weights. `headrace audit --recompute` adds what cannot."""
     yield from check_versions(ledger, events)
-    yield from check_books(ledger, group_size=group_size)
+    yield from check_books(ledger, group_size=group_size, epochs=epochs)
     yield from check_staleness(ledger, bound=bound)
     yield from check_stored(ledger, stored, bound=bound)
 
@@ -70,7 +71,7 @@ def check_versions(ledger: Ledger, events: Iterable[dict[str, Any]]) -> Iterator
             )
 
 
-def check_books(ledger: Ledger, *, group_size: int) -> Iterator[Violation]:
+def check_books(ledger: Ledger, *, group_size: int, epochs: int) -> Iterator[Violation]:
     """admitted = trained + dropped + in flight, and no row is missing, doubled or in a state it cannot be in."""
     places: dict[int, list[int]] = defaultdict(list)
     for sequence, place in ledger.query("SELECT sequence, place FROM episodes"):
@@ -89,8 +90,8 @@ def check_books(ledger: Ledger, *, group_size: int) -> Iterator[Violation]:
             yield Violation(LEDGER, name, f"in flight, though session {session} has ended")
         elif state == DROPPED and not reason:
             yield Violation(LEDGER, name, "dropped without a reason")
-        elif state == TRAINED and (times != 1 or produced not in surviving):
-            yield Violation(LEDGER, name, f"trained {times} times, into version {produced}")
+        elif state == TRAINED and (times != epochs or produced not in surviving):
+            yield Violation(LEDGER, name, f"trained {times} times of {epochs}, into version {produced}")
     trained = {p for (p,) in ledger.query("SELECT DISTINCT produced FROM episodes WHERE state = 'trained'")}
     for number, parent, session, step in ledger.query("SELECT number, parent, session, step FROM versions"):
         restored = ledger.query("SELECT restored FROM sessions WHERE number = ?", (session,))

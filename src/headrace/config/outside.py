@@ -21,6 +21,7 @@ def check_outside(config: RunConfig) -> None:
     _check_model(config.model.path)
     if config.training.lora is not None:
         _check_lora(config.training.lora, config.model.path)
+    _check_other_models(config)
     _check_tasks(config.tasks, "tasks")
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")
@@ -36,6 +37,32 @@ def _check_model(path: str) -> None:
         raise ModelFolderError(
             "model.path: a model folder holds a tokenizer.json", path, "save the model's tokenizer there as well"
         )
+
+
+def _check_other_models(config: RunConfig) -> None:
+    """Those that look at the run's tokens: a reference policy, a teacher."""
+    from headrace.models.folder import check_folder
+
+    training = config.training
+    paths = {
+        "training.reference.model": None if training.reference is None else training.reference.model,
+        "training.distillation.teacher": None if training.distillation is None else training.distillation.teacher,
+    }
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if training.backend == "transformers":
+            if not (Path(path) / "config.json").is_file():
+                raise ModelFolderError(f"{key}: a model folder holds a config.json", path, f"change {key}")
+            continue
+        _with_key(key, check_folder, path)
+        own, other = (check_folder(one).vocab_size for one in (config.model.path, path))
+        if own != other:
+            raise ConfigError(
+                f"{key} has the vocabulary of model.path",
+                f"{other} tokens, and {own}",
+                "name a model with the same tokenizer",
+            )
 
 
 def _check_lora(lora: LoraConfig, path: str) -> None:

@@ -72,7 +72,7 @@ def token_logprobs(
     return logprobs, entropy
 
 
-class _Chunk(NamedTuple):
+class Chunk(NamedTuple):
     rows: slice
     targets_c1: Tensor
     temperature: Tensor | float
@@ -110,9 +110,9 @@ def _outside(support: Support, rows: int, vocabulary: int) -> Tensor:
     return outside
 
 
-def _chunks(
+def chunks_of(
     targets_t: Tensor, temperature: Tensor | float, ids: Tensor | None, offsets: Tensor | None, rows: int
-) -> list[_Chunk]:
+) -> list[Chunk]:
     total = targets_t.shape[0]
     starts = range(0, total, rows)
     supports: list[Support | None] = [None] * len(starts)
@@ -126,7 +126,7 @@ def _chunks(
                 for start, first, last in zip(starts, bounds[:-1], bounds[1:], strict=True)
             ]
     return [
-        _Chunk(
+        Chunk(
             rows=slice(start, start + rows),
             targets_c1=targets_t[start : start + rows, None],
             temperature=temperature[start : start + rows, None] if isinstance(temperature, Tensor) else temperature,
@@ -152,7 +152,7 @@ class _TokenLogprobs(torch.autograd.Function):
         linear: Linear | None,
         score: Score | None,
     ) -> tuple[Tensor, Tensor]:
-        chunks = _chunks(targets_t.long(), temperature, ids, offsets, rows)
+        chunks = chunks_of(targets_t.long(), temperature, ids, offsets, rows)
         logprobs_t = hidden_td.new_empty(targets_t.shape, dtype=torch.float32)
         entropy_t = torch.empty_like(logprobs_t)
         kept_cv: Tensor | None = None

@@ -67,11 +67,22 @@ class RunProgress:
             print(self._sentence(done, line, left), file=self._stream, flush=True)
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
+        if kind == "alarm":
+            self._alarm(fields)
         if kind != "evaluated" or not isinstance(fields.get("pass_1"), int | float):
             return
         self._accuracy = float(fields["pass_1"])
         if self._live is None:
             text = f"[{self.name}] evaluation at step {fields.get('step', '?')}: accuracy {self._accuracy:.1%}"
+            print(text, file=self._stream, flush=True)
+
+    def _alarm(self, fields: dict[str, Any]) -> None:
+        text = f"[{self.name}] step {fields['step']}: {fields['metric']} is {fields['value']:.3g}, "
+        healthy = f"healthy is {fields['low']:g} to {fields['high']:g}"
+        text += f"{healthy}. {fields['advice'].capitalize()}." if fields["on"] else f"healthy again ({healthy})."
+        if self._live is not None:
+            self._live.console.print(Text(text, style="yellow" if fields["on"] else "green"))
+        else:
             print(text, file=self._stream, flush=True)
 
     def close(self) -> None:

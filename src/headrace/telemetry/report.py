@@ -152,6 +152,7 @@ def _policy(axis: Axes, lines: list[dict[str, Any]]) -> None:
     axis.set_ylim(bottom=0)
     beside = axis.twinx()
     _curve(beside, lines, "mismatch_kl", RED, "mismatch KL (right)")
+    _curve(beside, lines, "drift_kl", ORANGE, "drift KL (right)")
     beside.yaxis.set_major_formatter("{x:.2g}")
     beside.set_ylim(bottom=0)
     beside.grid(False)

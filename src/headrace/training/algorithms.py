@@ -30,6 +30,8 @@ class Recipe(NamedTuple):
     ratio: Literal["token", "sequence"] = "token"
     dual_clip: float | None = None
     overlong: Overlong | None = None
+    resample: bool = False
+    """Groups whose rewards are all equal are dropped, and others sampled in their place."""
 
 
 def _scale(normalise_std: bool) -> Literal["group", "none"]:
@@ -92,11 +94,13 @@ class ReinforcePlusPlusConfig(Config, tag="reinforce++", tag_field="type"):
 
 
 class DapoConfig(Config, tag="dapo", tag_field="type"):
-    """GRPO with an asymmetric clip, a mean over tokens and a soft punishment of overlong episodes."""
+    """GRPO with an asymmetric clip, a mean over tokens, a soft punishment of long episodes and dynamic sampling."""
 
     clip_low: Clip = 0.2
     clip_high: ClipAbove = 0.28
     normalise_std: bool = True
+    resample: bool = True
+    """Dynamic sampling: groups whose rewards are all equal teach nothing, and others are sampled in their place."""
     overlong_limit: Annotated[int, Meta(ge=1)] | None = None
     """Sampled tokens of an episode at which the punishment is whole. None: there is none."""
     overlong_buffer: Annotated[int, Meta(ge=1)] = 256
@@ -119,7 +123,8 @@ class DapoConfig(Config, tag="dapo", tag_field="type"):
             if self.overlong_limit is None
             else Overlong(self.overlong_limit, self.overlong_buffer, self.overlong_penalty)
         )
-        return Recipe("group", _scale(self.normalise_std), (self.clip_low, self.clip_high), overlong=overlong)
+        clip = self.clip_low, self.clip_high
+        return Recipe("group", _scale(self.normalise_std), clip, overlong=overlong, resample=self.resample)
 
 
 class GspoConfig(Config, tag="gspo", tag_field="type"):

@@ -19,6 +19,8 @@ class StepReport(Record):
     """The version the step produced."""
     metrics: dict[str, float]
     seconds: float = 0.0
+    teacher: int | None = None
+    """In self-distillation: the version that the policy learned from."""
 
 
 class Trainer(Protocol):

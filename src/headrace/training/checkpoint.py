@@ -3,9 +3,10 @@
     checkpoints/step-000050/
         weights.safetensors      the float32 parameters under their Hugging Face names, or an adapter's alone
         optimizer.safetensors    AdamW's moments and step counts
+        teacher.safetensors      in self-distillation: the teacher, and the one to come
         random.json              the states of torch's, NumPy's and Python's generators
-        state.json               format, step, version, training.lora, the caller's state; size and CRC-32 of each
-                                 file above
+        state.json               format, step, version, training.lora, the last mismatch_kl, the caller's state;
+                                 size and CRC-32 of each file above
 
 A checkpoint is written under a temporary name, brought to the disk and renamed.
 """
@@ -19,7 +20,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from headrace.training.config import LoraConfig
 
 FORMAT = 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.json", "state.json"
+TEACHER = "teacher.safetensors"
 _TEMPORARY, _REPLACED = ".tmp-", ".old-"
 
 
@@ -49,6 +51,9 @@ class Checkpoint:
     random: dict[str, Any]
     lora: LoraConfig | None = None
     """Where the weights are an adapter's."""
+    teacher: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    mismatch: float = 0.0
+    """The last `mismatch_kl` that was seen."""
 
 
 def save(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -56,14 +61,17 @@ def save(folder: str | Path, checkpoint: Checkpoint) -> None:
     with whole_folder(folder) as temporary:
         save_tensors(temporary / WEIGHTS, checkpoint.weights)
         save_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
+        if checkpoint.teacher:
+            save_tensors(temporary / TEACHER, checkpoint.teacher)
         (temporary / RANDOM).write_text(json.dumps(checkpoint.random))
-        files = {name: _fingerprint(temporary / name) for name in (WEIGHTS, OPTIMIZER, RANDOM)}
+        files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
         content = {
             "format": FORMAT,
             "step": checkpoint.step,
             "version": checkpoint.version,
             "state": checkpoint.state,
             "lora": msgspec.to_builtins(checkpoint.lora),
+            "mismatch": checkpoint.mismatch,
             "files": files,
         }
         (temporary / STATE).write_text(json.dumps(content, indent=1))
@@ -86,6 +94,8 @@ def load(folder: str | Path) -> Checkpoint:
             state=content["state"],
             random=json.loads((folder / RANDOM).read_text()),
             lora=msgspec.convert(content.get("lora"), LoraConfig | None),
+            teacher=load_file(folder / TEACHER) if TEACHER in content["files"] else {},
+            mismatch=content.get("mismatch", 0.0),
         )
     except (SafetensorError, msgspec.ValidationError, ValueError, OSError) as error:
         raise _damaged(folder, str(error)) from error

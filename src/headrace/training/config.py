@@ -11,6 +11,8 @@ from headrace.errors import ConfigError
 from headrace.training.algorithms import Algorithm, GrpoConfig
 from headrace.training.correction_config import Correction, check_corrections
 
+KlEstimator = Literal["k1", "k2", "k3"]
+
 
 class OptimizerConfig(Config):
     """AdamW."""
@@ -49,6 +51,44 @@ class LoraConfig(Config):
             )
 
 
+class ReferenceConfig(Config):
+    """Stay near a reference policy: an estimate of the KL divergence from it is paid for."""
+
+    coefficient: Annotated[float, Meta(gt=0)] = 0.001
+    """Price of a nat."""
+    estimator: KlEstimator = "k3"
+    """`k1`: log-ratio. `k2`: half of its square. `k3`: the one without bias that is never negative."""
+    into: Literal["loss", "reward"] = "loss"
+    """`loss`: of each token, with a gradient. `reward`: subtracted from the episode's, summed over its tokens."""
+    model: str | None = None
+    """Hugging Face folder. None: the model that the run began with."""
+
+    def check(self) -> None:
+        if self.estimator == "k1" and self.into == "loss":
+            raise ConfigError(
+                'training.reference.estimator = "k1" needs into = "reward": as a loss its expected gradient is 0',
+                self.into,
+                'set into = "reward", or the estimator to "k2" or "k3"',
+            )
+
+
+class DistillationConfig(Config):
+    """Learn from a teacher: what it would have sampled in each token's place, against what the policy would."""
+
+    teacher: str | None = None
+    """Hugging Face folder of a model with the same tokens. None: the policy itself, as it was."""
+    every: Annotated[int, Meta(ge=1)] = 10
+    """Without `teacher`: every so many versions the teacher becomes the policy of so many versions ago."""
+    divergence: Literal["forward", "reverse", "jsd"] = "reverse"
+    """`forward`: KL(teacher ‖ policy). `reverse`: KL(policy ‖ teacher). `jsd`: from both to their mixture."""
+    beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
+    """For `jsd`: the teacher's share of the mixture."""
+    coefficient: Annotated[float, Meta(gt=0)] = 1.0
+    """Of the divergence in the loss."""
+    rewards: bool = False
+    """Whether the algorithm's loss is part of it too."""
+
+
 class TrainingConfig(Config):
     """The trainer."""
 
@@ -61,9 +101,17 @@ class TrainingConfig(Config):
     """A group that loses episodes goes on down to this many."""
     shuffle_rewards: bool = False
     """A control experiment: permute the rewards among a batch's episodes, so that nothing can be learned."""
+    epochs: Annotated[int, Meta(ge=1)] = 1
+    """How often a batch is trained on."""
+    minibatches: Annotated[int, Meta(ge=1)] = 1
+    """Updates of an epoch: the batch's groups, drawn anew for each epoch, are divided among them."""
     algorithm: Algorithm = GrpoConfig()
     corrections: tuple[Correction, ...] = ()
     """What is done about tokens that an older policy sampled: all of these together."""
+    reference: ReferenceConfig | None = None
+    """None: there is no reference policy."""
+    distillation: DistillationConfig | None = None
+    """None: there is no teacher."""
     entropy_bonus: Annotated[float, Meta(ge=0)] = 0.0
     """So much of each token's entropy, in nats, is subtracted from its loss."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -95,6 +143,12 @@ class TrainingConfig(Config):
                 f"{self.min_group} > {self.group_size}",
                 "lower training.min_group",
             )
+        if self.minibatches > self.groups_per_batch:
+            raise ConfigError(
+                "training.minibatches is at most training.groups_per_batch: groups are not divided",
+                f"{self.minibatches} > {self.groups_per_batch}",
+                "lower training.minibatches",
+            )
         if self.numerics == "exact" and self.backend != "native":
             raise ConfigError(
                 'training.numerics = "exact" needs training.backend = "native"',
@@ -106,6 +160,12 @@ class TrainingConfig(Config):
                 'training.numerics = "exact" is for training without training.lora, whose products are not exact',
                 f"training.lora.rank = {self.lora.rank}",
                 'set training.numerics = "fast", or leave training.lora out',
+            )
+        if self.numerics == "exact" and self.distillation is not None:
+            raise ConfigError(
+                'training.numerics = "exact" is for training without training.distillation',
+                self.distillation.divergence,
+                'set training.numerics = "fast", or leave training.distillation out',
             )
         if self.optimizer.warmup_steps > self.steps:
             raise ConfigError(

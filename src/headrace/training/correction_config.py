@@ -121,6 +121,8 @@ Correction = (
 )
 WEIGHING = (TisConfig, MisConfig, CispoConfig, ToprConfig, DecoupledConfig)
 """Those whose weight is an importance ratio."""
+OF_PROXIMAL = (*WEIGHING, RejectionConfig)
+"""Those that look at the proximal policy."""
 
 
 def check_corrections(corrections: tuple[Correction, ...]) -> None:

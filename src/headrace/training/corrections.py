@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headrace.training.correction_config import (
+    OF_PROXIMAL,
     WEIGHING,
     CispoConfig,
     Correction,
@@ -58,13 +59,21 @@ def adds_gradient(corrections: Sequence[Correction]) -> bool:
     return any(isinstance(one, KimiConfig) for one in corrections)
 
 
+def wants_proximal(corrections: Sequence[Correction]) -> bool:
+    """Whether a batch's second update needs the log-probs from before its first."""
+    return not _interpolates(corrections) and any(isinstance(one, OF_PROXIMAL) for one in corrections)
+
+
+def _interpolates(corrections: Sequence[Correction]) -> bool:
+    return any(isinstance(one, DecoupledConfig) and one.proximal == "interpolated" for one in corrections)
+
+
 def _proximal(columns: Columns, corrections: Sequence[Correction]) -> Tensor:
     now_t, behaviour_t = columns.now_t, columns.behaviour_t
-    if not any(isinstance(one, DecoupledConfig) and one.proximal == "interpolated" for one in corrections):
-        return now_t
+    if not _interpolates(corrections):
+        return now_t if columns.proximal_t is None else columns.proximal_t
     lags_t = columns.lags_t.clamp(min=1)
-    between_t = behaviour_t + (1 - 1 / lags_t.to(now_t.dtype)) * (now_t - behaviour_t)
-    return torch.where(columns.lags_t > 0, between_t, now_t)
+    return behaviour_t + (1 - 1 / lags_t.to(now_t.dtype)) * (now_t - behaviour_t)
 
 
 def _weight(columns: Columns, proximal_t: Tensor, correction: Correction) -> Tensor:

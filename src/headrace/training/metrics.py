@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from headrace.records import Batch
 from headrace.training.packing import TrainingSequence
+
+LAG_BINS = (0, 1, 2, 4, 8, 16)
+"""Where each begins, in versions."""
 
 
 def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str = "policy") -> dict[str, float]:
@@ -19,6 +24,7 @@ def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str =
         )
         for s in sequences
     ]
+    lags = np.concatenate(ages) if ages else np.empty(0, np.int64)
     return {
         "reward_mean": _mean(rewards),
         "reward_std": float(rewards.std()) if len(rewards) else 0.0,
@@ -27,10 +33,20 @@ def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str =
         "truncated_frac": _mean([turn.stop == "length" for turn in turns]),
         "tokens_trained": float(sum(sequence.num_trained for sequence in sequences)),
         "groups_trained": float(len(batch.groups)),
-        "staleness_mean": _mean(np.concatenate(ages)) if ages else 0.0,
-        "staleness_max": float(max((age.max() for age in ages), default=0)),
+        "staleness_mean": _mean(lags),
+        "staleness_max": float(lags.max(initial=0)),
         "version_spread_max": float(max((age.max() - age.min() for age in ages), default=0)),
+        "version_spread_batch": float(np.ptp(lags)) if len(lags) else 0.0,
+        **_lag_histogram(lags),
     }
+
+
+def _lag_histogram(lags: np.ndarray) -> dict[str, float]:
+    """Shares of the trained tokens: `lag_2_3_frac` is of those that are two or three versions old."""
+    found, _ = np.histogram(lags, [*LAG_BINS, np.inf])
+    ends = [f"_{end - 1}" if end - 1 > start else "" for start, end in pairwise(LAG_BINS)]
+    names = [f"lag_{start}{end}_frac" for start, end in zip(LAG_BINS, [*ends, "_up"], strict=True)]
+    return dict(zip(names, (found / max(1, len(lags))).tolist(), strict=True))
 
 
 def _zero_advantage_frac(batch: Batch) -> float:

@@ -29,6 +29,10 @@ class TrainingSequence(NamedTuple):
     length: int
     """Tokens that go through the model: all but the last, which predicts nothing."""
     num_trained: int
+    proximal: np.ndarray | None = None
+    """Of its trained tokens, the trainer's log-probs before the batch's first update, where there are several."""
+    reference: np.ndarray | None = None
+    """Likewise those of the reference policy, where there is one."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Packed:
     support: tuple[np.ndarray, np.ndarray] | None
     """(ids_k, offsets with n + 1 entries): what each token could have been; an empty row means anything.
     None when no turn truncates."""
+    proximal_n: np.ndarray | None = None
+    reference_n: np.ndarray | None = None
 
 
 def training_sequences(batch: Batch, policy: str = "policy") -> list[TrainingSequence]:
@@ -135,19 +141,41 @@ def pack(sequences: Sequence[TrainingSequence]) -> Packed:
         advantages_n=np.repeat(np.array(advantages, np.float32), trained_s),
         temperatures_n=np.repeat(np.array(temperatures, np.float32), sizes),
         support=_support(chosen),
+        proximal_n=_joined([sequence.proximal for sequence in sequences]),
+        reference_n=_joined([sequence.reference for sequence in sequences]),
     )
 
 
 def pack_micro_batches(sequences: Sequence[TrainingSequence], budget: int) -> Iterable[Packed]:
-    """The sequences in packed micro-batches of at most `budget` tokens; a longer sequence is alone in one.
+    """`micro_batches`, packed."""
+    for members in micro_batches(sequences, budget):
+        yield pack([sequences[i] for i in members])
+
+
+def micro_batches(sequences: Sequence[TrainingSequence], budget: int) -> list[list[int]]:
+    """Indices of the sequences, in micro-batches of at most `budget` tokens; a longer sequence is alone in one.
 
     Neighbours with the same beginning stay together, as far as a balanced cut allows: a back end may compute
     what they share once.
     """
     units = _units(sequences, budget // 4)
     lengths = [sum(sequences[i].length for i in unit) for unit in units]
-    for members in partition(lengths, budget):
-        yield pack([sequences[i] for unit in members for i in units[unit]])
+    return [[i for unit in members for i in units[unit]] for members in partition(lengths, budget)]
+
+
+def minibatches(
+    batch: Batch, sequences: Sequence[TrainingSequence], count: int, seed: Sequence[int]
+) -> list[list[TrainingSequence]]:
+    """`count` of them, each of as many whole groups as the others or one more, drawn by `seed`; one is all."""
+    if count == 1:
+        return [list(sequences)]
+    group_of = {episode.id: place for place, group in enumerate(batch.groups) for episode in group.episodes}
+    places = np.random.default_rng(seed).permutation(len(batch.groups))
+    number = {place: i for i, part in enumerate(np.array_split(places, count)) for place in part.tolist()}
+    parts: list[list[TrainingSequence]] = [[] for _ in range(count)]
+    for sequence in sequences:
+        parts[number[group_of[sequence.episode]]].append(sequence)
+    return [part for part in parts if part] or [[]]
 
 
 def _units(sequences: Sequence[TrainingSequence], most: int) -> list[list[int]]:
@@ -214,6 +242,11 @@ def _sequence(episode: Episode, path: Sequence[int], own: list[bool], advantage:
         length=length - 1,
         num_trained=sum(len(turn.tokens) for turn, flag in zip(turns, own, strict=False) if flag),
     )
+
+
+def _joined(columns: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    known = [column for column in columns if column is not None]
+    return np.concatenate(known) if known else None
 
 
 def _support(turns: list[Turn]) -> tuple[np.ndarray, np.ndarray] | None:

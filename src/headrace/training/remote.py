@@ -244,8 +244,8 @@ class _Publishing:
     def _stage(self, record: Stage) -> None:
         self._outcome, trainer, wanted = None, self._trainer, record.version.number
         with trainer.weights_at_rest():
-            if trainer.version != wanted:
-                raise Superseded("announce", "trainer", f"version {wanted} has become {trainer.version}")
+            if trainer.version != wanted or trainer.between:
+                raise Superseded("announce", "trainer", f"version {wanted} has been trained on")
             manifest = self._sender.stage(record.version, trainer.tensors(), adapter=trainer.adapter, to=record.to)
             self._answer(Staged(call=record.call, manifest=manifest))
             try:

@@ -1,44 +1,53 @@
 """The trainer in its own process: one synchronous call at a time.
 
-batch ─▶ check ─▶ sequences ─┬─▶ micro-batches with an advantage: forward, loss, backward ─┐
-                             └─▶ micro-batches without one: forward, for the metrics ──────┴─▶ clip, AdamW
+batch ─▶ check ─▶ sequences ─▶ updates, usually one:
+                               ┌─▶ micro-batches with an advantage: forward, loss, backward ─┐
+                               └─▶ micro-batches without one: forward, for the metrics ──────┴─▶ clip, AdamW
 """
 
 from __future__ import annotations
 
-import math
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from headrace.errors import HeadraceError, LawBroken, RecordError, RunFolderError
+from headrace.errors import HeadraceError, LawBroken, RunFolderError
+from headrace.models.divergence import divergences
 from headrace.records import Batch
 from headrace.sync.base import AdapterSpec
 from headrace.training import checkpoint, random_state
 from headrace.training.adapter import adapter_spec
-from headrace.training.backends.base import open_backend, to_device
+from headrace.training.backends.base import distribution, open_backend, to_device
 from headrace.training.base import StepReport
 from headrace.training.checks import check_batch
 from headrace.training.config import TrainingConfig
-from headrace.training.corrections import adds_gradient
+from headrace.training.corrections import adds_gradient, wants_proximal
 from headrace.training.host_memory import keep_freed_memory
 from headrace.training.losses.columns import Columns, Units
 from headrace.training.losses.policy import normaliser, policy_loss
 from headrace.training.metrics import batch_metrics
 from headrace.training.optimizer import Optimizer, learning_rate
-from headrace.training.packing import Packed, pack_micro_batches, training_sequences
+from headrace.training.packing import (
+    Packed,
+    TrainingSequence,
+    micro_batches,
+    minibatches,
+    pack,
+    pack_micro_batches,
+    training_sequences,
+)
+from headrace.training.reference import Reference, with_prices
+from headrace.training.sums import SUMS, Total, check_numbers, step_metrics
+from headrace.training.teacher import open_teacher
 
 # Below every real log-prob: what `token_logprobs` answers for a token outside its support.
 _IMPOSSIBLE = -1e20
-_SUMS = (
-    *("loss", "entropy", "kl", "clipped", "outliers", "weights", "squared_weights", "dropped"),
-    *("fresh_kl", "fresh", "impossible"),
-)
 
 
 class LocalTrainer:
@@ -59,13 +68,19 @@ class LocalTrainer:
         """The number of its weights. May be set: after a restore, old numbers are not used again."""
         self.step = 0
         """Training steps done."""
+        self.between = False
+        """Whether the weights are of no version: within a batch, after an update that is not its last."""
         self._at_rest = threading.Lock()
         self._config = config
+        self._seed = seed
+        self._mismatch = 0.0
         self._max_staleness = max_staleness
         self._backend = open_backend(model, config, seed=seed)
         if self._backend.device.type == "cpu":
             keep_freed_memory()
         self._optimizer = Optimizer(self._backend.parameters(), config.optimizer)
+        self._teacher = open_teacher(config, self._backend)
+        self._reference = None if config.reference is None else Reference(config, self._backend, model=model)
 
     @property
     def adapter(self) -> AdapterSpec | None:
@@ -73,45 +88,119 @@ class LocalTrainer:
         return None if self._config.lora is None else adapter_spec(self._config.lora)
 
     def train(self, batch: Batch) -> StepReport:
-        """One optimizer step over the whole batch; `version` rises by one.
+        """The updates that a batch is for; `version` rises by one.
 
         Raises LawBroken or RecordError for a batch that must not be trained on, and HeadraceError when loss or
-        gradient are not finite. After any error the weights and the optimizer are what they were.
+        gradient are not finite. After any error the weights and the optimizer are what they were, but for one in
+        a later update of several: after that the trainer does nothing more.
         """
         began = time.perf_counter()
+        self._check_whole()
         check_batch(
             batch,
             version=self.version,
             max_staleness=self._max_staleness,
             vocab_size=self._backend.vocab_size,
         )
-        sequences = training_sequences(batch)
+        config, sequences = self._config, training_sequences(batch)
+        if self._reference is not None:
+            found = self._score(sequences, self._reference.logprobs)
+            sequences = [one._replace(reference=column) for one, column in zip(sequences, found, strict=True)]
+            # In a control experiment nothing is to be learned, and the price would teach.
+            if not self._pays_in_loss and not config.shuffle_rewards:
+                batch, sequences = with_prices(batch, sequences, config)
+        if config.epochs * config.minibatches > 1 and wants_proximal(config.corrections):
+            found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
+            sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
+        if self._teacher is not None:
+            self._teacher.advance(self.version)
+        if config.distillation is not None and not config.distillation.rewards:
+            sequences = [one._replace(advantage=0.0) for one in sequences]
+        updates = [
+            part
+            for epoch in range(config.epochs)
+            for part in minibatches(batch, sequences, config.minibatches, (self._seed, batch.step, epoch))
+        ]
+        rate = learning_rate(self.step, config.optimizer, config.steps)
+        totals, norms = [], []
+        for left, part in zip(reversed(range(len(updates))), updates, strict=True):
+            total, grad_norm = self._gradient(part, batch)
+            with self.weights_at_rest():
+                self._optimizer.step(rate)
+                self.between = left > 0
+                self.version += left == 0
+            totals.append(total)
+            norms.append(grad_norm)
+        self.step += 1
+        metrics = batch_metrics(batch, sequences) | step_metrics(totals, self._mismatch)
+        self._mismatch = metrics["mismatch_kl"]
+        metrics |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
+        seconds = time.perf_counter() - began
+        teacher = None if self._teacher is None else self._teacher.version
+        return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds, teacher=teacher)
+
+    def _gradient(self, sequences: list[TrainingSequence], batch: Batch) -> tuple[Total, float]:
+        """The clipped gradient of one update: (sums over its tokens, norm before). Without one after an error."""
+        config = self._config
         tokens = sum(sequence.num_trained for sequence in sequences)
-        divisor = normaliser(max(1, tokens), max(1, len(sequences)), self._config.algorithm.recipe)
-        rate = learning_rate(self.step, self._config.optimizer, self._config.steps)
+        divisor = normaliser(max(1, tokens), max(1, len(sequences)), config.algorithm.recipe)
         # Without an advantage there is no gradient: a forward pass gives such sequences' metrics.
-        all_move = adds_gradient(self._config.corrections) or self._config.entropy_bonus > 0
+        all_move = adds_gradient(config.corrections) or config.entropy_bonus > 0 or self._pays_in_loss
+        all_move = all_move or self._teacher is not None
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
         still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
-        budget = self._config.micro_batch_tokens
         try:
-            sums = self._accumulate(pack_micro_batches(moving, budget), batch, divisor)
+            sums = self._accumulate(pack_micro_batches(moving, config.micro_batch_tokens), batch, divisor)
             with torch.no_grad():
-                sums += self._accumulate(pack_micro_batches(still, budget), batch, divisor)
-            *totals, grad_norm = torch.cat([sums, self._optimizer.clip().double()[None]]).tolist()
-            total = dict(zip(_SUMS, totals, strict=True))
-            _check_numbers(total, grad_norm)
+                sums += self._accumulate(pack_micro_batches(still, config.micro_batch_tokens), batch, divisor)
+            *sums_of_all, grad_norm = torch.cat([sums, self._optimizer.clip().double()[None]]).tolist()
+            total = dict(zip(SUMS, sums_of_all, strict=True)) | {"tokens": float(tokens)}
+            check_numbers(total, grad_norm)
         except BaseException:
             self._optimizer.zero_grad()
             raise
-        with self.weights_at_rest():
-            self._optimizer.step(rate)
-            self.version += 1
-            self.step += 1
-        metrics = batch_metrics(batch, sequences) | _step_metrics(total, tokens)
-        metrics |= {"grad_norm": grad_norm, "learning_rate": rate}
-        seconds = time.perf_counter() - began
-        return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds)
+        return total, grad_norm
+
+    def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """(log-probs, entropies, divergences from the teacher if there is one) of the trained tokens."""
+        how = self._config.distillation
+        if how is None or self._teacher is None:
+            return *self._backend.token_logprobs(packed), None
+        hidden_nd, head_vd = self._backend.hidden(packed)
+        found_n = divergences(
+            hidden_nd,
+            head_vd,
+            self._teacher.say(packed),
+            *distribution(packed, self._backend.device),
+            divergence=how.divergence,
+            beta=how.beta,
+        )
+        return *self._backend.logprobs_of(packed, hidden_nd, head_vd), found_n
+
+    def _score(
+        self, sequences: Sequence[TrainingSequence], logprobs: Callable[[Packed], torch.Tensor]
+    ) -> list[np.ndarray]:
+        """Each sequence's trained tokens, without a gradient."""
+        found: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+        with torch.no_grad():
+            for members in micro_batches(sequences, self._config.micro_batch_tokens):
+                packed = pack([sequences[i] for i in members])
+                column = logprobs(packed).cpu().numpy()
+                for i, part in zip(members, np.split(column, np.cumsum(packed.trained_s)[:-1]), strict=True):
+                    found[i] = part
+        return found
+
+    @property
+    def _pays_in_loss(self) -> bool:
+        return self._config.reference is not None and self._config.reference.into == "loss"
+
+    def _check_whole(self) -> None:
+        if self.between:
+            raise HeadraceError(
+                "weights have a version; an update of several failed, and theirs is between two",
+                self.version,
+                "resume the run from its last checkpoint",
+            )
 
     @contextmanager
     def weights_at_rest(self) -> Iterator[None]:
@@ -139,6 +228,7 @@ class LocalTrainer:
 
     def save(self, folder: str | Path, state: dict[str, Any]) -> None:
         """Write a checkpoint with the caller's JSON-able `state`."""
+        self._check_whole()
         checkpoint.save(
             folder,
             checkpoint.Checkpoint(
@@ -149,6 +239,8 @@ class LocalTrainer:
                 state=state,
                 random=random_state.capture(),
                 lora=self._config.lora,
+                teacher={} if self._teacher is None else self._teacher.tensors(),
+                mismatch=self._mismatch,
             ),
         )
 
@@ -173,6 +265,9 @@ class LocalTrainer:
             for name, tensor in own.items():
                 tensor.copy_(saved.weights[name])
         self._optimizer.load_tensors(saved.optimizer)
+        if self._teacher is not None:
+            self._teacher.load_tensors(dict(saved.teacher))
+        self.between, self._mismatch = False, saved.mismatch
         self.step, self.version = saved.step, saved.version
         random_state.restore(saved.random)
         return saved.state
@@ -180,11 +275,13 @@ class LocalTrainer:
     def export(self, folder: str | Path) -> None:
         """Write the weights as a Hugging Face folder that appears whole or not. An adapter is merged into them, and
         in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
+        self._check_whole()
         with checkpoint.whole_folder(folder) as temporary:
             self._backend.save_hf(temporary)
 
     def keep(self, version: int, file: str | Path) -> None:
         """Write the weights, which must be `version`, to one safetensors file that appears whole or not."""
+        self._check_whole()
         if version != self.version:
             raise LawBroken(
                 "provenance", "trainer", f"version {version} is to be kept, the weights are {self.version}"
@@ -192,11 +289,11 @@ class LocalTrainer:
         checkpoint.save_file_whole(file, self.tensors())
 
     def _accumulate(self, micro_batches: Iterable[Packed], batch: Batch, divisor: float) -> torch.Tensor:
-        """Forward and, where gradients are on, backward. Returns the sums named in `_SUMS`, on the device."""
-        device = self._backend.device
-        total = torch.zeros(len(_SUMS), dtype=torch.float64, device=device)
+        """Forward and, where gradients are on, backward. Returns the `SUMS`, on the device."""
+        config, device = self._config, self._backend.device
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         for packed in micro_batches:
-            logprobs_n, entropy_n = self._backend.token_logprobs(packed)
+            logprobs_n, entropy_n, divergence_n = self._forward(packed)
             count = len(packed.targets_n)
             columns = Columns(
                 logprobs_n,
@@ -206,10 +303,19 @@ class LocalTrainer:
                 Units(to_device(packed.trained_turns, device), count),
                 Units(to_device(packed.trained_s, device), count),
                 entropy_n,
+                None if packed.proximal_n is None else to_device(packed.proximal_n, device),
+                None if packed.reference_n is None else to_device(packed.reference_n, device),
+                divergence_n,
             )
-            config = self._config
-            how = config.algorithm.recipe, config.corrections, divisor, config.entropy_bonus
-            loss, sums = policy_loss(columns, *how)
+            loss, sums = policy_loss(
+                columns,
+                config.algorithm.recipe,
+                config.corrections,
+                divisor,
+                config.entropy_bonus,
+                config.reference,
+                0.0 if config.distillation is None else config.distillation.coefficient,
+            )
             if torch.is_grad_enabled():
                 loss.backward()
             fresh_n = to_device(packed.versions_n == batch.version, device)
@@ -225,47 +331,11 @@ class LocalTrainer:
                 (sums.kl_t * fresh_n).sum(),
                 fresh_n.sum(),
                 (logprobs_n.detach() < _IMPOSSIBLE).sum(),
+                sums.reference_kl,
+                sums.divergence,
             )
             total += torch.stack([part.double() for part in parts])
         return total
-
-
-def _check_numbers(total: dict[str, float], grad_norm: float) -> None:
-    if total["impossible"]:
-        raise RecordError(
-            "a sampled token lies within its recorded support",
-            f"{int(total['impossible'])} tokens do not",
-            "look at the support column of the engine that sampled them",
-        )
-    if not (math.isfinite(grad_norm) and all(map(math.isfinite, total.values()))):
-        raise HeadraceError(
-            "a training step's loss, log-probs and gradient are finite",
-            {"loss": total["loss"], "kl": total["kl"], "grad_norm": grad_norm},
-            "lower training.optimizer.learning_rate, or train in float32",
-        )
-
-
-def _step_metrics(total: dict[str, float], tokens: int) -> dict[str, float]:
-    """Means over the trained tokens.
-
-    `kl` is the k3 estimate of how far the trainer's policy has moved from the one that sampled. `mismatch_kl` is
-    the same over the tokens sampled by the trainer's very version, where it can only be numerical disagreement
-    between engine and trainer; over all tokens when none is that fresh, and then staleness is part of it.
-    `effective_sample_frac` is the share of the tokens that equally weighted ones would need for the same variance.
-    """
-    count = max(1, tokens)
-    fresh = total["fresh"]
-    return {
-        "loss": total["loss"],
-        "entropy": total["entropy"] / count,
-        "kl": total["kl"] / count,
-        "clip_frac": total["clipped"] / count,
-        "ratio_outlier_frac": total["outliers"] / count,
-        "weight_mean": total["weights"] / count,
-        "weight_zero_frac": total["dropped"] / count,
-        "effective_sample_frac": total["weights"] ** 2 / (count * total["squared_weights"] or 1.0),
-        "mismatch_kl": total["fresh_kl"] / fresh if fresh else total["kl"] / count,
-    }
 
 
 def _shape(tensors: Any, name: str) -> Any:

@@ -17,7 +17,7 @@ from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
-from headrace.errors import LawBroken
+from headrace.errors import HeadraceError, LawBroken
 from headrace.pipeline import Parts
 from headrace.records import Episode, Group, Turn
 from headrace.rollout.config import PythonTasks
@@ -25,6 +25,7 @@ from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
 from headrace.sync.base import Seal
 from headrace.sync.config import SyncConfig
+from headrace.training.algorithms import DapoConfig, GrpoConfig
 from headrace.training.config import TrainingConfig
 
 RUNS, CHUNKS = 5000, 25
@@ -49,12 +50,14 @@ def violations(outcome: Outcome, config: RunConfig) -> list[Violation]:
             outcome.world.events,
             bound=config.buffer.staleness_bound,
             group_size=config.training.group_size,
+            epochs=config.training.epochs,
         )
     )
 
 
 def random_config(dice: random.Random) -> RunConfig:
     batch, size = dice.randint(1, 4), dice.randint(1, 4)
+    least = dice.randint(1, size)
     kind = dice.choice(["none", "double", "bounded", "unbounded"])
     staleness = {"none": [None], "double": [None, 2], "bounded": [None, 0, 1, 4], "unbounded": [None, 3]}[kind]
     buffer = BufferConfig(
@@ -75,8 +78,10 @@ def random_config(dice: random.Random) -> RunConfig:
             steps=dice.randint(2, 12),
             groups_per_batch=batch,
             group_size=size,
-            min_group=dice.randint(1, size),
+            min_group=least,
             checkpoint_every=dice.randint(1, 5),
+            epochs=dice.randint(1, 3),
+            algorithm=DapoConfig() if least > 1 and dice.random() < 0.3 else GrpoConfig(),
         ),
         sync=random_sync(dice, most=min(3, (5 if bound is None else bound) + 1)),
     )
@@ -133,6 +138,42 @@ def test_a_run_is_reproducible():
     assert one.seconds == two.seconds
 
 
+def test_groups_that_teach_nothing_are_sampled_anew_and_counted():
+    outcome = simulate(RESAMPLING, Costs(), seed=5)
+    rewards = [[e.reward for e in group.episodes] for batch, _ in outcome.world.batches for group in batch.groups]
+    assert len(rewards) == 24
+    assert all(len(set(group)) > 1 for group in rewards)
+    sums = outcome.world.ledger.sums()
+    assert sums["trained"] == 48
+    assert sums["dropped"]["equal_rewards"] > 20
+    assert violations(outcome, RESAMPLING) == []
+
+
+def test_a_run_without_anything_to_learn_ends_with_the_reason():
+    def tamper(parts: Parts) -> None:
+        parts.scorers._world.happens = lambda probability: probability > 0
+
+    with pytest.raises(HeadraceError, match="the last 116 groups had nothing to learn from") as ended:
+        simulate(RESAMPLING, Costs(), seed=5, tamper=tamper)
+    assert "resample = false" in str(ended.value)
+
+
+def test_alarms_are_events_with_advice():
+    def tamper(parts: Parts) -> None:
+        train = parts.trainer.train
+
+        async def drifting(batch):
+            report = await train(batch)
+            return msgspec.structs.replace(report, metrics=report.metrics | {"drift_kl": 1.0})
+
+        parts.trainer.train = drifting
+
+    outcome = simulate(STEADY, Costs(), seed=3, tamper=tamper)
+    (alarm,) = [event for event in outcome.world.events if event["kind"] == "alarm"]
+    assert (alarm["metric"], alarm["on"], alarm["step"]) == ("drift_kl", True, 5)
+    assert "max_staleness" in alarm["advice"]
+
+
 # ── Laws broken on purpose ───────────────────────────────────────────────────────────────────────────────
 
 STEADY = RunConfig(
@@ -140,6 +181,9 @@ STEADY = RunConfig(
     tasks=PythonTasks(source="a:b"),
     buffer=BufferConfig(type="bounded", max_staleness=2),
     training=TrainingConfig(steps=12, groups_per_batch=2, group_size=2, checkpoint_every=4),
+)
+RESAMPLING = msgspec.structs.replace(
+    STEADY, training=msgspec.structs.replace(STEADY.training, algorithm=DapoConfig())
 )
 
 

@@ -1,7 +1,8 @@
 """The formulas of docs/off-policy.md, token by token in Python floats: what the tensor code is tested against.
 
-Letters are the document's: p the trainer's log-prob, b the recorded one, o the proximal one, a the surrogate's
-anchor, u its ratio, A the advantage, w the weight, ρ the ratio of o to b.
+Letters are the document's: p the trainer's log-prob, b the recorded one, o the proximal one, q the reference
+policy's, a the surrogate's anchor, u its ratio, A the advantage, w the weight, ρ the ratio of o to b, k_t the
+estimate of how far p is from q, β its price.
 """
 
 from __future__ import annotations
@@ -29,6 +30,10 @@ class Token:
     """Number of its turn, over the whole batch."""
     sequence: int
     """Number of its sequence, over the whole batch."""
+    proximal: float | None = None
+    """o, before the batch's first update; None where there is one update: sg(p)."""
+    reference: float | None = None
+    """q, the reference policy's log-prob."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Loss:
     """Tokens whose gradient the clip cuts off, whatever their weight."""
     outliers: float
     """Tokens with exp(p − b) outside [0.5, 2]."""
+    reference_kl: float
+    """Sum of k_t with x = p − q; 0 without a reference policy."""
 
 
 def advantages(
@@ -71,13 +78,36 @@ def advantages(
     raise ValueError(f"unknown algorithm {kind!r}")
 
 
-def loss(algorithm: dict[str, Any], corrections: list[dict[str, Any]], tokens: list[Token]) -> Loss:
-    """The whole batch's loss, its gradient by hand, and the sums behind the metrics."""
-    return loss_at([token.now for token in tokens], algorithm, corrections, tokens)
+def priced(penalty: dict[str, Any], rewards: list[float], episodes: list[list[tuple[float, float]]]) -> list[float]:
+    """The rewards less β Σ k_t, x = b − q: `episodes` has (b, q) of each episode's trained tokens."""
+    if penalty["into"] != "reward":
+        raise ValueError(f"into {penalty['into']!r} leaves rewards as they are: only 'reward' has a price")
+    out: list[float] = []
+    for reward, tokens in zip(rewards, episodes, strict=True):
+        paid = sum(_estimate(penalty["estimator"], behaviour - q)[0] for behaviour, q in tokens)
+        out.append(reward - penalty["coefficient"] * paid)
+    return out
+
+
+def loss(
+    algorithm: dict[str, Any],
+    corrections: list[dict[str, Any]],
+    tokens: list[Token],
+    penalty: dict[str, Any] | None = None,
+) -> Loss:
+    """The whole batch's loss, its gradient by hand, and the sums behind the metrics.
+
+    `penalty` is what a reference policy costs: `coefficient` β, `estimator` and `into`.
+    """
+    return loss_at([token.now for token in tokens], algorithm, corrections, tokens, penalty)
 
 
 def loss_at(
-    live: list[float], algorithm: dict[str, Any], corrections: list[dict[str, Any]], tokens: list[Token]
+    live: list[float],
+    algorithm: dict[str, Any],
+    corrections: list[dict[str, Any]],
+    tokens: list[Token],
+    penalty: dict[str, Any] | None = None,
 ) -> Loss:
     """`loss` with the p that carries the gradient in `live`; the tokens' own `now` is sg(p).
 
@@ -89,7 +119,7 @@ def loss_at(
     sequences = _members([token.sequence for token in tokens])
     gspo = algorithm["type"] == "gspo"
 
-    value, kl, clipped, outliers = 0.0, 0.0, 0.0, 0.0
+    value, kl, clipped, outliers, reference_kl = 0.0, 0.0, 0.0, 0.0, 0.0
     surrogate_gradient: list[float] = []  # of each token's term, with respect to the logarithm of its own ratio
     penalty_gradient: list[float] = []
     for t, token in enumerate(tokens):
@@ -115,6 +145,14 @@ def loss_at(
             if correction["type"] == "kimi":
                 value += share * correction["tau"] / 2 * difference**2
                 pull += share * correction["tau"] * difference
+        if penalty is not None:
+            if token.reference is None:
+                raise ValueError(f"a penalty needs every token's reference log-prob: token {t} has none")
+            estimate, slope = _estimate(penalty["estimator"], live[t] - token.reference)
+            reference_kl += estimate
+            if penalty["into"] == "loss":
+                value += share * penalty["coefficient"] * estimate
+                pull += share * penalty["coefficient"] * slope
         penalty_gradient.append(pull)
 
         difference = _clamp(difference, -LIMIT, LIMIT)
@@ -129,7 +167,19 @@ def loss_at(
         else:
             own = surrogate_gradient[t]
         gradient.append(own + penalty_gradient[t])
-    return Loss(value, gradient, weights, kl, clipped, outliers)
+    return Loss(value, gradient, weights, kl, clipped, outliers, reference_kl)
+
+
+def _estimate(estimator: str, x: float) -> tuple[float, float]:
+    """k of the log-ratio x of policy to reference, and dk / dx."""
+    if estimator == "k1":
+        return x, 1.0
+    if estimator == "k2":
+        return x**2 / 2, x
+    if estimator == "k3":
+        held = max(x, -LIMIT)
+        return math.exp(-held) - 1 + held, 1 - math.exp(-held) if x >= -LIMIT else 0.0
+    raise ValueError(f"unknown estimator {estimator!r}")
 
 
 def _surrogate(algorithm: dict[str, Any], ratio: float, advantage: float) -> tuple[float, float, bool]:
@@ -160,14 +210,15 @@ def _share(algorithm: dict[str, Any], tokens: int, sequences: int, length: int) 
 
 
 def _proximal(corrections: list[dict[str, Any]], tokens: list[Token]) -> list[float]:
-    """o of every token: sg(p), or on the line from b to sg(p) where a correction interpolates."""
+    """o of every token: its own or sg(p), and on the line from b to sg(p) where a correction interpolates."""
     interpolated = any(c["type"] == "decoupled" and c["proximal"] == "interpolated" for c in corrections)
     proximal: list[float] = []
     for token in tokens:
-        if interpolated and token.lag >= 1:
-            proximal.append(token.behaviour + (1 - 1 / token.lag) * (token.now - token.behaviour))
+        if interpolated:
+            share = 1 - 1 / token.lag if token.lag >= 1 else 0.0
+            proximal.append(token.behaviour + share * (token.now - token.behaviour))
         else:
-            proximal.append(token.now)
+            proximal.append(token.now if token.proximal is None else token.proximal)
     return proximal
 
 

@@ -35,6 +35,17 @@ TRAINER_METRICS = {
     "staleness_max",
     "version_spread_max",
     "mismatch_kl",
+    "drift_kl",
+    "reference_kl",
+    "teacher_divergence",
+    "updates",
+    "version_spread_batch",
+    "lag_0_frac",
+    "lag_1_frac",
+    "lag_2_3_frac",
+    "lag_4_7_frac",
+    "lag_8_15_frac",
+    "lag_16_up_frac",
     "ratio_outlier_frac",
     "weight_mean",
     "weight_zero_frac",
@@ -171,6 +182,9 @@ def test_metrics_that_the_batch_decides_have_the_values_counted_by_hand(tmp_path
     assert metrics["staleness_mean"] == pytest.approx((2 + 0 * 5 + 3) / 7)
     assert metrics["staleness_max"] == 3
     assert metrics["version_spread_max"] == 2
+    assert metrics["version_spread_batch"] == 3
+    shares = {name: value for name, value in metrics.items() if name.startswith("lag_") and value}
+    assert shares == pytest.approx({"lag_0_frac": 5 / 7, "lag_2_3_frac": 2 / 7})
     assert metrics["learning_rate"] == RATE.learning_rate
 
 
@@ -183,8 +197,12 @@ def test_mismatch_counts_only_tokens_of_the_trainers_own_version_where_there_are
     k3 = {shift: math.exp(-shift) - 1 + shift for shift in (0.1, 0.7)}
     metrics = owner.train(batch_of([episode(fresh), episode(stale)], [0.0, 0.0], version=1)).metrics
     assert metrics["mismatch_kl"] == pytest.approx(k3[0.1], rel=1e-4)
+    assert metrics["drift_kl"] == pytest.approx(k3[0.7], rel=1e-4)
     assert metrics["kl"] == pytest.approx((k3[0.1] + k3[0.7]) / 2, rel=1e-4)
     assert metrics["ratio_outlier_frac"] == 0.5
+    later = turn(own.context, own.tokens, logprobs=own.logprobs + 0.7, version=0)
+    metrics = owner.train(batch_of([episode(later)], [0.0], version=2)).metrics
+    assert metrics["mismatch_kl"] == pytest.approx(k3[0.1], rel=1e-4), "the last that was seen"
 
 
 def test_a_batch_for_another_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -23,6 +24,9 @@ _COMPANIONS = (
     "generation_config.json",
     "*.model",
 )
+
+Weights = dict[str, torch.Tensor]
+"""By the parameters' names in the model."""
 
 
 class Backend(Protocol):
@@ -46,6 +50,28 @@ class Backend(Protocol):
         """
         ...
 
+    def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """((n, d) what the head makes the trained tokens' logits of, its weight (v, d)), in the dtype of forward.
+
+        With `weights`, as `snapshot` gave them, of these in place of the parameters. Raises ModelFolderError for
+        a model whose logits are not a plain product.
+        """
+        ...
+
+    def logprobs_of(
+        self, packed: Packed, hidden_nd: torch.Tensor, head_vd: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `token_logprobs` is, of `hidden`."""
+        ...
+
+    def snapshot(self) -> Weights:
+        """A copy of the parameters as they are now, in the dtype of forward."""
+        ...
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Within it the model computes as if it had none."""
+        ...
+
     def save_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder: configuration, float32 weights and, where there is one, the tokenizer.
 
@@ -53,8 +79,13 @@ class Backend(Protocol):
         ...
 
 
-def open_backend(model_folder: str | Path, config: TrainingConfig, *, seed: int = 0) -> Backend:
-    """The back end the configuration names, with the folder's weights. A new adapter is drawn from `seed`."""
+def open_backend(
+    model_folder: str | Path, config: TrainingConfig, *, seed: int = 0, frozen: bool = False
+) -> Backend:
+    """The back end the configuration names, with the folder's weights. A new adapter is drawn from `seed`.
+
+    `frozen`: without parameters, its weights once and in the dtype it computes in.
+    """
     device = resolve_device(config.device)
     dtype = getattr(torch, config.dtype)
     if config.backend == "native":
@@ -71,10 +102,12 @@ def open_backend(model_folder: str | Path, config: TrainingConfig, *, seed: int 
             share_prefixes=not exact,
             lora=config.lora,
             seed=seed,
+            frozen=frozen,
         )
     from headrace.training.backends.transformers import TransformersBackend
 
-    return TransformersBackend(model_folder, dtype=dtype, device=device, lora=config.lora, seed=seed)
+    how = {"dtype": dtype, "device": device, "lora": config.lora, "seed": seed, "frozen": frozen}
+    return TransformersBackend(model_folder, **how)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ class Adapter:
         """By their names in a file."""
         for parameter in self.inside.values():
             parameter.data = parameter.data.float()  # PEFT gives it the frozen weights' dtype
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """Within it the model computes without the adapter."""
+        for layer in self._layers.values():
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in self._layers.values():
+                layer.enable_adapters(True)
 
     def merged(self) -> dict[str, Tensor]:
         """All tensors of the model without an adapter, which is added to the weights it belongs to.

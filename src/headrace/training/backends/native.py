@@ -5,13 +5,14 @@ Shape letters: t packed tokens, u those that go through the model, d hidden size
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from torch.func import functional_call
 
 from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
-from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, HEAD_AND_EMBEDDING, Adapter
 from headrace.training.backends.shared_prefix import MIN_SAVING, SharedPrefixContext, prefix_tree
 from headrace.training.config import LoraConfig
@@ -36,15 +37,19 @@ class NativeBackend:
         share_prefixes: bool = True,
         lora: LoraConfig | None = None,
         seed: int = 0,
+        frozen: bool = False,
     ):
         self.device = torch.device(device)
         self._folder = Path(folder)
         self._dtype = dtype
         self._share_prefixes = share_prefixes
-        kept = torch.float32 if lora is None else dtype
+        kept = dtype if frozen or lora is not None else torch.float32
         self._model = load_model(folder, dtype=kept, device=self.device, ops=ops)
         self._adapter: Adapter | None = None
         self._inside = self._parameters = dict(self._model.named_parameters())
+        if frozen:
+            self._model.requires_grad_(False)
+            self._inside = self._parameters = {}
         if lora is not None:
             self._adapter = Adapter(self._model, lora, head_and_embedding=HEAD_AND_EMBEDDING, seed=seed)
             self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
@@ -54,6 +59,12 @@ class NativeBackend:
         return self._parameters
 
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.logprobs_of(packed, *self.hidden(packed))
+
+    def snapshot(self) -> Weights:
+        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
+
+    def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         context: AttentionContext = PackedContext(packed.lengths_s.tolist(), self.device)
         tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
         tree = prefix_tree(packed.tokens_t, packed.lengths_s) if self._share_prefixes else None
@@ -64,16 +75,24 @@ class NativeBackend:
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)
-        if self._dtype == torch.float32:
+        if weights is None and self._dtype != torch.float32:
+            weights = {name: p.to(self._dtype) for name, p in self._inside.items()}
+        if weights is None:
             hidden_ud, head = self._model(*inputs), self._model.head_weight
         else:
-            cast = {name: p.to(self._dtype) for name, p in self._inside.items()}
-            hidden_ud = functional_call(self._model, cast, inputs)
-            head = cast.get(_HEAD, cast.get(_EMBEDDING, self._model.head_weight))
-        hidden_nd = hidden_ud.index_select(0, to_device(sources_n, self.device))
+            hidden_ud = functional_call(self._model, weights, inputs)
+            head = weights.get(_HEAD, weights.get(_EMBEDDING, self._model.head_weight))
+        return hidden_ud.index_select(0, to_device(sources_n, self.device)), head
+
+    def logprobs_of(
+        self, packed: Packed, hidden_nd: torch.Tensor, head_vd: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         temperature, support = distribution(packed, self.device)
         targets_n = to_device(packed.targets_n, self.device)
-        return self._model.ops.token_logprobs(hidden_nd, head, targets_n, temperature, support=support)
+        return self._model.ops.token_logprobs(hidden_nd, head_vd, targets_n, temperature, support=support)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapter is None else self._adapter.absent()
 
     def save_hf(self, folder: str | Path) -> None:
         state = self._model if self._adapter is None else self._adapter.merged()

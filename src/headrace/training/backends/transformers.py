@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from torch.func import functional_call
 
 from headrace.errors import ModelFolderError
 from headrace.models import token_logprobs
-from headrace.training.backends.base import copy_companions, distribution, to_device
+from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, Adapter
 from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
@@ -55,10 +56,11 @@ class TransformersBackend:
         device: torch.device | str = "cpu",
         lora: LoraConfig | None = None,
         seed: int = 0,
+        frozen: bool = False,
     ):
         from transformers import AutoModelForCausalLM
 
-        kept = torch.float32 if lora is None else dtype
+        kept = dtype if frozen or lora is not None else torch.float32
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kept, local_files_only=True)
         except (OSError, ValueError, KeyError) as error:
@@ -79,6 +81,9 @@ class TransformersBackend:
         self._flops_per_pair = 4 * text.hidden_size * text.num_hidden_layers
         self.keeps_sequences_apart = self._takes_positions and self._seen_to_keep_apart()
         self._head_is_plain = self._seen_to_have_plain_head()
+        if frozen:
+            self._model.requires_grad_(False)
+            self._inside = self._parameters = {}
         if lora is not None:
             self._adapter = Adapter(model, lora, head_and_embedding=_head_and_embedding(model), seed=seed)
             self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
@@ -87,18 +92,39 @@ class TransformersBackend:
         return self._parameters
 
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-        passes = self._plan(packed)
-        order = np.concatenate([one.trained for one in passes])
-        back = to_device(np.argsort(order), self.device)
-        temperature, support = distribution(packed, self.device)
-        targets_n = to_device(packed.targets_n, self.device)
-        weights = self._weights()
         if self._head_is_plain:
-            hidden_nd = torch.cat([self._hidden(one, weights) for one in passes]).index_select(0, back)
-            head = self._head_weight(weights)
-            return token_logprobs(hidden_nd, head, targets_n, temperature, support)
+            return self.logprobs_of(packed, *self.hidden(packed))
+        weights = self._weights()
+        passes, back = self._passes(packed)
+        temperature, support = distribution(packed, self.device)
         logits_nv = torch.cat([self._logits(one, weights) for one in passes]).index_select(0, back)
-        return _logprobs_of_logits(logits_nv.float(), targets_n, temperature, support)
+        return _logprobs_of_logits(
+            logits_nv.float(), to_device(packed.targets_n, self.device), temperature, support
+        )
+
+    def snapshot(self) -> Weights:
+        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
+
+    def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._head_is_plain:
+            raise ModelFolderError(
+                "distillation needs a model whose logits are its hidden states times the head's weight",
+                str(self._folder),
+                "use a model without soft caps, scales or biases on its logits",
+            )
+        weights = self._weights() if weights is None else weights
+        passes, back = self._passes(packed)
+        hidden_nd = torch.cat([self._hidden(one, weights) for one in passes]).index_select(0, back)
+        return hidden_nd, self._head_weight(weights)
+
+    def logprobs_of(
+        self, packed: Packed, hidden_nd: torch.Tensor, head_vd: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        temperature, support = distribution(packed, self.device)
+        return token_logprobs(hidden_nd, head_vd, to_device(packed.targets_n, self.device), temperature, support)
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._adapter is None else self._adapter.absent()
 
     def save_hf(self, folder: str | Path) -> None:
         if self._adapter is None:
@@ -112,6 +138,12 @@ class TransformersBackend:
         copy_companions(self._folder, folder)
 
     # ── Layouts ──────────────────────────────────────────────────────────────────────────────────────────
+
+    def _passes(self, packed: Packed) -> tuple[list[_Pass], torch.Tensor]:
+        """(calls of the model, where each trained token is among their outputs)."""
+        passes = self._plan(packed)
+        order = np.concatenate([one.trained for one in passes])
+        return passes, to_device(np.argsort(order), self.device)
 
     def _plan(self, packed: Packed) -> list[_Pass]:
         rows = list(_rows(packed))

@@ -41,7 +41,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Columns:
-    """Only `logprobs_t` and `entropy_t` carry a gradient."""
+    """Only `logprobs_t`, `entropy_t` and `divergence_t` carry a gradient."""
 
     logprobs_t: Tensor
     """The trainer's, now."""
@@ -55,6 +55,12 @@ class Columns:
     sequences: Units
     entropy_t: Tensor
     """Of the distribution, over the recorded support, that each is one of."""
+    proximal_t: Tensor | None = None
+    """The trainer's before the batch's first update; None: there was none before."""
+    reference_t: Tensor | None = None
+    """The reference policy's, where there is one in the loss."""
+    divergence_t: Tensor | None = None
+    """From a teacher's distributions, where there is one; with a gradient."""
 
     @property
     def now_t(self) -> Tensor:

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from headrace.training.algorithms import Recipe
+from headrace.training.config import ReferenceConfig
 from headrace.training.correction_config import Correction
 from headrace.training.corrections import correct, penalty
 from headrace.training.losses.columns import MAX_LOG_RATIO, Columns, exp_clamped
+from headrace.training.losses.kl import kl_estimate
 
 OUTLIER_RATIOS = (0.5, 2.0)
 
@@ -36,6 +38,10 @@ class Sums:
     """Tokens of weight 0."""
     kl_t: Tensor
     """The k3 estimate token by token."""
+    reference_kl: Tensor
+    """The reference's estimate, if there is one."""
+    divergence: Tensor
+    """From the teacher, if there is one."""
 
 
 def normaliser(trained_tokens: int, trained_sequences: int, recipe: Recipe) -> float:
@@ -50,6 +56,8 @@ def policy_loss(
     corrections: Sequence[Correction],
     normaliser: float,
     entropy_bonus: float = 0.0,
+    reference: ReferenceConfig | None = None,
+    distillation: float = 0.0,
 ) -> tuple[Tensor, Sums]:
     """The micro-batch's share of the batch's loss, and what its metrics are made of."""
     weights_t, anchor_t = correct(columns, corrections)
@@ -58,12 +66,16 @@ def policy_loss(
     more_t = penalty(columns, corrections)
     if more_t is not None:
         loss_t = loss_t + more_t
+    if reference is not None and reference.into == "loss":
+        loss_t = loss_t + reference.coefficient * _from_reference(columns, columns.logprobs_t, reference)
+    if columns.divergence_t is not None:
+        loss_t = loss_t + distillation * columns.divergence_t
     if entropy_bonus:
         loss_t = loss_t - entropy_bonus * columns.entropy_t
     if recipe.aggregate == "sequence":
         loss_t = loss_t / columns.sequences.spread(columns.sequences.sizes)
     with torch.no_grad():
-        sums = _sums(columns, ratio_t.detach(), weights_t, recipe)
+        sums = _sums(columns, ratio_t.detach(), weights_t, recipe, reference)
     return loss_t.sum() / normaliser, sums
 
 
@@ -84,11 +96,19 @@ def _objective(ratio_t: Tensor, advantages_t: Tensor, recipe: Recipe) -> Tensor:
     return objective_t
 
 
-def _sums(columns: Columns, ratio_t: Tensor, weights_t: Tensor, recipe: Recipe) -> Sums:
+def _from_reference(columns: Columns, logprobs_t: Tensor, reference: ReferenceConfig) -> Tensor:
+    assert columns.reference_t is not None
+    return kl_estimate(logprobs_t - columns.reference_t, reference.estimator)
+
+
+def _sums(
+    columns: Columns, ratio_t: Tensor, weights_t: Tensor, recipe: Recipe, reference: ReferenceConfig | None
+) -> Sums:
     log_ratio_t = (columns.now_t - columns.behaviour_t).double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     to_behaviour_t = log_ratio_t.exp()
     # expm1: near a ratio of 1 the two terms cancel to second order.
     kl_t = torch.expm1(log_ratio_t) - log_ratio_t
+    away_t = kl_t.new_zeros(1) if reference is None else _from_reference(columns, columns.now_t.double(), reference)
     low, high = OUTLIER_RATIOS
     weights_t = weights_t.double()
     return Sums(
@@ -99,6 +119,8 @@ def _sums(columns: Columns, ratio_t: Tensor, weights_t: Tensor, recipe: Recipe) 
         squared_weights=weights_t.square().sum(),
         dropped=(weights_t == 0).sum(dtype=torch.float64),
         kl_t=kl_t,
+        reference_kl=away_t.sum(),
+        divergence=away_t.new_zeros(()) if columns.divergence_t is None else columns.divergence_t.double().sum(),
     )
 
 

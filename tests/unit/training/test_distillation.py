@@ -1,0 +1,118 @@
+"""Learning from a teacher, which is another model or the policy as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from training_builders import batch_of, random_batch, tiny_model
+
+from headrace.errors import ConfigError
+from headrace.records import Batch
+from headrace.training.config import DistillationConfig, LoraConfig, OptimizerConfig, TrainingConfig
+from headrace.training.packing import pack, training_sequences
+from headrace.training.trainer import LocalTrainer
+
+LORA = LoraConfig(rank=2)
+BACKENDS = ["native", "transformers"]
+
+
+def trainer(folder: Path, distillation: DistillationConfig, **more: Any) -> LocalTrainer:
+    config = TrainingConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-2), device="cpu", distillation=distillation, **more
+    )
+    return LocalTrainer(config, model=folder)
+
+
+def named(batch: Batch, version: int = 0, **changes: Any) -> Batch:
+    episodes = [e.with_(id=f"e{i}") for i, e in enumerate(batch.episodes)]
+    made = batch_of(episodes, batch.advantages.tolist(), version=version, group_size=4)
+    return msgspec.structs.replace(made, **changes)
+
+
+def distributions(owner: LocalTrainer, batch: Batch) -> torch.Tensor:
+    with torch.no_grad():
+        hidden, head = owner._backend.hidden(pack(training_sequences(batch)))
+    return (hidden @ head.T).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("divergence", ["forward", "reverse", "jsd"])
+def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str, lora, divergence: str) -> None:
+    mine, other = tiny_model(tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5, hidden_size=48)
+    owner = trainer(mine, DistillationConfig(teacher=str(other), divergence=divergence), backend=backend, lora=lora)  # type: ignore[arg-type]
+    theirs = distributions(LocalTrainer(TrainingConfig(device="cpu"), model=other), named(random_batch(0)))
+    ours = distributions(owner, named(random_batch(0)))
+    middle = torch.logaddexp(ours, theirs) - np.log(2)
+    to, back = ((a.exp() * (a - b)).sum(-1).mean().item() for a, b in ((theirs, ours), (ours, theirs)))
+    both = [(a.exp() * (a - middle)).sum(-1).mean().item() / 2 for a in (ours, theirs)]
+    expected = {"forward": to, "reverse": back, "jsd": sum(both)}[divergence]
+    found = [owner.train(named(random_batch(0), version)).metrics for version in range(20)]
+    assert found[0]["teacher_divergence"] == pytest.approx(expected, rel=1e-4)
+    assert found[0]["loss"] == pytest.approx(expected, rel=1e-4)
+    assert found[-1]["teacher_divergence"] < 0.7 * expected
+
+
+def test_rewards_count_where_they_are_asked_for(tmp_path: Path) -> None:
+    mine, other = tiny_model(tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
+    batch = named(random_batch(1))
+    turned = msgspec.structs.replace(batch, advantages=-batch.advantages)
+    alone = DistillationConfig(teacher=str(other), coefficient=0.5)
+    for how, equal in ((alone, True), (msgspec.structs.replace(alone, rewards=True), False)):
+        losses = [trainer(mine, how).train(one).metrics for one in (batch, turned)]
+        assert (losses[0]["loss"] == losses[1]["loss"]) is equal
+        assert losses[0]["teacher_divergence"] == losses[1]["teacher_divergence"]
+    assert trainer(mine, alone).train(batch).metrics["loss"] == pytest.approx(
+        0.5 * losses[0]["teacher_divergence"], rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_policy_of_some_versions_ago_teaches_it(tmp_path: Path, backend: str, lora, dtype: str) -> None:
+    folder, probe = tiny_model(tmp_path), pack(training_sequences(named(random_batch(9))))
+    how = DistillationConfig(every=2, coefficient=0.1, rewards=True)
+    owner = trainer(folder, how, backend=backend, lora=lora, dtype=dtype)
+    teachers, hidden = [], {}
+    for version in range(9):
+        with torch.no_grad():
+            hidden[version] = owner._backend.hidden(probe)[0]
+        report = owner.train(named(random_batch(version), version))
+        assert report.teacher is not None
+        teachers.append(report.teacher)
+        assert torch.equal(owner._teacher.say(probe).hidden_te, hidden[report.teacher])  # type: ignore[union-attr]
+    assert teachers == [0, 0, 0, 0, 2, 2, 4, 4, 6]
+    assert not torch.equal(hidden[0], hidden[2])
+
+
+def test_a_restored_trainer_has_the_teacher_it_had(tmp_path: Path) -> None:
+    folder, how = tiny_model(tmp_path / "model"), DistillationConfig(every=2, coefficient=0.1, rewards=True)
+    whole, first = trainer(folder, how), trainer(folder, how)
+    for version in range(5):
+        whole.train(named(random_batch(version), version))
+        first.train(named(random_batch(version), version))
+    first.save(tmp_path / "checkpoint", {})
+    second = trainer(folder, how)
+    second.load(tmp_path / "checkpoint")
+    for version in range(5, 9):
+        reports = [owner.train(named(random_batch(version), version)) for owner in (whole, second)]
+        assert reports[0].teacher == reports[1].teacher
+        assert reports[0].metrics == pytest.approx(reports[1].metrics)
+    without = LocalTrainer(TrainingConfig(device="cpu"), model=folder)
+    without.save(tmp_path / "without", {})
+    second.load(tmp_path / "without")
+    assert second.train(named(random_batch(0))).teacher == 0
+
+
+def test_a_teacher_with_other_tokens_is_refused(tmp_path: Path) -> None:
+    mine, other = tiny_model(tmp_path / "mine"), tiny_model(tmp_path / "other", vocab_size=40)
+    with pytest.raises(ConfigError, match="vocabulary"):
+        trainer(mine, DistillationConfig(teacher=str(other)))
+    with pytest.raises(ConfigError, match="exact"):
+        TrainingConfig(numerics="exact", distillation=DistillationConfig()).check()
