@@ -104,7 +104,7 @@ class PackedContext:
         sources: list[Tensor] = []
         padded_place = torch.empty(self.num_tokens, dtype=torch.long)
         filled = 0
-        for members in _group_by_length(lengths):
+        for members in group_by_length(lengths):
             longest = lengths[members[0]]
             offsets = torch.arange(longest)
             first = torch.tensor([starts[i] for i in members])[:, None]
@@ -139,7 +139,7 @@ class PackedContext:
     @staticmethod
     def _attend_bucket(bucket: _Bucket, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.view(bucket.sequences, bucket.length, *x.shape[1:]) for x in (q, k, v))
-        return _causal(q, k, v).flatten(0, 1)
+        return causal_attention(q, k, v).flatten(0, 1)
 
 
 class CachedContext:
@@ -163,8 +163,8 @@ class CachedContext:
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         keys, values = self.extend(layer, k_tgd, v_tgd)
         if len(keys) == len(q_thd):
-            return _causal(q_thd[None], keys[None], values[None])[0]
-        return _masked(q_thd[None], keys[None], values[None], self._sees(q_thd.shape[0], keys))[0]
+            return causal_attention(q_thd[None], keys[None], values[None])[0]
+        return masked_attention(q_thd[None], keys[None], values[None], self._sees(q_thd.shape[0], keys))[0]
 
     def extend(self, layer: int, k_tgd: Tensor, v_tgd: Tensor) -> tuple[Tensor, Tensor]:
         """(all keys, all values) of the layer so far, these the last. Instead of `attend`."""
@@ -182,7 +182,7 @@ class CachedContext:
         return self._mask
 
 
-def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     """Indices of sequences, longest first, cut wherever one more would pad its group beyond MAX_PADDING."""
     groups: list[list[int]] = []
     real = 0
@@ -196,13 +196,13 @@ def _group_by_length(lengths: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _causal(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor) -> Tensor:
+def causal_attention(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor) -> Tensor:
     q, k, v = q_bthd.transpose(1, 2), k_btgd.transpose(1, 2), v_btgd.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped).transpose(1, 2)
 
 
-def _masked(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor, sees: Tensor) -> Tensor:
+def masked_attention(q_bthd: Tensor, k_btgd: Tensor, v_btgd: Tensor, sees: Tensor) -> Tensor:
     q, k, v = q_bthd.transpose(1, 2), k_btgd.transpose(1, 2), v_btgd.transpose(1, 2)
     grouped = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=grouped).transpose(1, 2)

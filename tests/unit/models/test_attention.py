@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from headrace.models.attention import MAX_PADDING, CachedContext, PackedContext, _group_by_length
+from headrace.models.attention import MAX_PADDING, CachedContext, PackedContext, group_by_length
 
 
 def attend_by_hand(q, k, v):
@@ -54,7 +54,7 @@ def test_a_token_gets_no_gradient_from_other_sequences_or_from_padding():
 def test_groups_hold_every_sequence_once_and_little_padding():
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(10, 60, (256,), generator=generator).tolist()
-    groups = _group_by_length(lengths)
+    groups = group_by_length(lengths)
     assert sorted(index for group in groups for index in group) == list(range(256))
     for group in groups:
         padded = max(lengths[i] for i in group) * len(group)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from training_builders import batch_of, episode, ints, tiny_model, turn
 
-from headrace.training.backends import native
+from headrace.models import PackedContext
+from headrace.training.backends import native, shared_prefix
 from headrace.training.backends.shared_prefix import prefix_tree
 from headrace.training.packing import pack, training_sequences
 
@@ -34,7 +35,12 @@ def test_a_prefix_of_another_sequence_and_negative_order_are_no_trouble() -> Non
     assert tree.nodes_t[1] == tree.nodes_t[5]
 
 
-def test_sharing_changes_neither_log_probs_nor_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", [shared_prefix.SpreadContext, shared_prefix.BranchContext])
+def test_sharing_changes_neither_log_probs_nor_gradients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: type
+) -> None:
+    least_pairs = 10**9 if way is shared_prefix.SpreadContext else -(10**9)
+    monkeypatch.setattr(shared_prefix, "PAIRS_PER_CALL", least_pairs)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 32, n).astype(np.int32) for n in (7, 4)]
     episodes = [
@@ -44,7 +50,10 @@ def test_sharing_changes_neither_log_probs_nor_gradients(tmp_path: Path, monkeyp
         episode(turn(ints(1), ints(2, 3)), turn(ints(4), ints(5), parent=0), turn(ints(6), ints(7), parent=0))
     )
     packed = pack(training_sequences(batch_of(episodes, [1.0] * 17)))
-    assert prefix_tree(packed.tokens_t, packed.lengths_s).saving > 0.5
+    tree = prefix_tree(packed.tokens_t, packed.lengths_s)
+    assert tree.saving > 0.5
+    whole = PackedContext(packed.lengths_s.tolist())
+    assert isinstance(shared_prefix.tree_context(tree, whole, torch.device("cpu")), way)
     results = []
     for least in (0.1, 2.0):
         monkeypatch.setattr(native, "MIN_SAVING", least)
@@ -55,3 +64,14 @@ def test_sharing_changes_neither_log_probs_nor_gradients(tmp_path: Path, monkeyp
     np.testing.assert_allclose(results[0][0], results[1][0], atol=1e-5)
     for name, gradient in results[0][1].items():
         np.testing.assert_allclose(gradient, results[1][1][name], atol=1e-4, err_msg=name)  # type: ignore[arg-type]
+
+
+def test_a_long_prompt_is_attended_to_from_the_branches_alone() -> None:
+    draw = np.random.default_rng(0)
+    prompt = draw.integers(0, 32, 200)
+    sequences = [np.concatenate([prompt, draw.integers(0, 32, 20 + i)]) for i in range(8)]
+    tree = prefix_tree(np.concatenate(sequences), np.array([len(one) for one in sequences]))
+    context = shared_prefix.tree_context(tree, PackedContext([len(one) for one in sequences]), torch.device("cpu"))
+    assert isinstance(context, shared_prefix.BranchContext)
+    assert sorted({branch.shared for branch in tree.branches})[0] == 0
+    assert sum(len(branch.path) - branch.shared for branch in tree.branches) == len(tree.tokens_u)

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
 from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, HEAD_AND_EMBEDDING, Adapter
-from headrace.training.backends.shared_prefix import MIN_SAVING, SharedPrefixContext, prefix_tree
+from headrace.training.backends.shared_prefix import MIN_SAVING, prefix_tree, tree_context
 from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
 
@@ -70,8 +70,7 @@ class NativeBackend:
         tree = prefix_tree(packed.tokens_t, packed.lengths_s) if self._share_prefixes else None
         if tree is not None and tree.saving >= MIN_SAVING:
             assert isinstance(context, PackedContext)
-            nodes_t, chosen_u = to_device(tree.nodes_t, self.device), to_device(tree.tokens_u, self.device)
-            context = SharedPrefixContext(context, nodes_t, chosen_u)
+            context = tree_context(tree, context, self.device)
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)
