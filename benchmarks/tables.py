@@ -16,6 +16,7 @@ COMMANDS = {
     "loop": "headrace bench loop --json",
     "sync": "headrace bench sync --json",
     "mask": "headrace bench mask --json",
+    "train": "headrace bench train --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
     "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",
 }

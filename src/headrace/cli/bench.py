@@ -15,6 +15,7 @@ BENCHMARKS = {
     "engine": "headrace.bench.engine:run",
     "sync": "headrace.bench.sync:run",
     "mask": "headrace.bench.mask:run",
+    "train": "headrace.bench.train:run",
 }
 """Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 
@@ -51,6 +52,11 @@ def _print(result: dict[str, Any]) -> None:
     rows = result.get("rows") or []
     for part in dict.fromkeys(row.get("part") for row in rows):
         own = [{k: v for k, v in row.items() if k != "part"} for row in rows if row.get("part") == part]
-        out.print(table_of(own, title=f"bench {result.get('bench')}" + (f": {part}" if part else "")))
+        title = f"bench {result.get('bench')}" + (f": {part}" if part else "")
+        if len(own) == 1:
+            out.print(title, style="bold")
+            out.print(facts_of([(name, number(value)) for name, value in own[0].items()]))
+        else:
+            out.print(table_of(own, title=title))
     facts = [(name, number(value)) for name, value in result.get("figures", {}).items()]
     out.print(facts_of([*facts, ("hardware", text), ("commit", str(result.get("commit")))]))

@@ -119,6 +119,9 @@ class TrainingConfig(Config):
     """None: all weights are trained."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens, prompts included, in one forward-backward pass."""
+    share_prefixes: bool = True
+    """Compute what sequences begin with in common, as a group's prompt, once. For the native back end; log-probs
+    change within rounding."""
     backend: Literal["native", "transformers"] = "native"
     """Whose definition of the model is trained. `transformers` takes any causal LM of that library."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

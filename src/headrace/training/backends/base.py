@@ -99,7 +99,7 @@ def open_backend(
             dtype=dtype,
             device=device,
             ops=ops,
-            share_prefixes=not exact,
+            share_prefixes=config.share_prefixes and not exact,
             lora=config.lora,
             seed=seed,
             frozen=frozen,

@@ -23,8 +23,8 @@ from headrace.models.attention import causal_attention, group_by_length, masked_
 
 # Below this saving the gathers cost more than they spare.
 MIN_SAVING = 0.1
-# Pairs of query and key that a call must spare on average. On two cores, forward and backward: with 26,000 spared the
-# second way takes 71–84 % of the first's time, with 180,000 59–71 %.
+# Pairs of query and key that a call must spare on average. On two cores, forward and backward: with 26,000 spared
+# the second way takes 71–84 % of the first's time, with 180,000 59–71 %.
 PAIRS_PER_CALL = 5_000
 
 

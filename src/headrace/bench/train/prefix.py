@@ -1,0 +1,136 @@
+"""One group behind a long prompt: whole training steps with its prefix tree and without, in turns."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.bench.engine import drive
+from headrace.bench.engine.shapes import config_of, random_weights
+from headrace.bench.small_model import small_config
+from headrace.models import ModelConfig, random_model, save_model
+from headrace.records import Batch, Episode, Group, Task, Turn
+from headrace.training.backends.native import NativeBackend
+from headrace.training.config import OptimizerConfig, TrainingConfig
+from headrace.training.packing import pack, training_sequences
+from headrace.training.trainer import LocalTrainer
+
+ROUNDS = 3
+SMALL = small_config(words=2048, hidden=256, layers=4, max_positions=4096)
+
+
+@dataclass(frozen=True)
+class Work:
+    episodes: int = 8
+    prompt: int = 2048
+    completion: int = 256
+
+
+def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed: int = 0) -> dict[str, Any]:
+    work, place = work or Work(), drive.device_of(device)
+    on_gpu = place.type == "cuda"
+    shape = config_of("0.6b") if on_gpu else SMALL
+    batch = _batch(work, shape.vocab_size, seed)
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        _write_model(Path(scratch), shape, place, seed)
+        shared_rows, gradient = _pass(_backend(Path(scratch), place, True), batch)
+        rows, unshared_gradient = _pass(_backend(Path(scratch), place, False), batch)
+        difference = float((gradient - unshared_gradient).norm() / unshared_gradient.norm())
+        del gradient, unshared_gradient
+        drive.free_memory()
+        trainers = {share: _trainer(Path(scratch), place, work, share) for share in (True, False)}
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(rounds + 1):
+        for share, trainer in trainers.items():
+            report = trainer.train(msgspec.structs.replace(batch, step=number + 1, version=number))
+            seconds[share].append(report.seconds)
+    # The first of each warms up.
+    shared, unshared = (statistics.median(seconds[share][1:]) for share in (True, False))
+    return drive.kept(
+        {
+            "part": "prefix tree",
+            "device": place.type,
+            "parameters": sum(p.numel() for p in trainers[True].tensors().values()),
+            "episodes": work.episodes,
+            "prompt": work.prompt,
+            "completion": work.completion,
+            "tokens_unshared": rows,
+            "tokens_shared": shared_rows,
+            "token_saving": rows / shared_rows,
+            "step_ms_unshared": 1e3 * unshared,
+            "step_ms_shared": 1e3 * shared,
+            "speedup": unshared / shared,
+            "gradient_difference": difference,
+        }
+    )
+
+
+def _batch(work: Work, vocabulary: int, seed: int) -> Batch:
+    dice = np.random.default_rng(seed)
+
+    def tokens(count: int) -> np.ndarray:
+        return dice.integers(0, vocabulary, count).astype(np.int32)
+
+    prompt, task = tokens(work.prompt), Task(id="t", prompt="")
+    turns = [
+        Turn(
+            context=prompt,
+            tokens=tokens(work.completion),
+            logprobs=np.full(work.completion, -np.log(vocabulary), np.float32),
+            versions=np.zeros(work.completion, np.int32),
+            stop="length",
+        )
+        for _ in range(work.episodes)
+    ]
+    episodes = tuple(Episode(id=str(i), task=task, turns=(turn,), reward=0.0) for i, turn in enumerate(turns))
+    group = Group(id="g", sequence=0, task=task, episodes=episodes)
+    advantages = np.linspace(-1, 1, work.episodes).astype(np.float32)
+    return Batch(step=1, version=0, groups=(group,), advantages=advantages)
+
+
+def _write_model(folder: Path, shape: ModelConfig, place: torch.device, seed: int) -> None:
+    model = random_weights(shape, place, seed) if place.type == "cuda" else random_model(shape, seed)
+    save_model(model, shape, folder)
+
+
+def _backend(folder: Path, place: torch.device, share: bool) -> NativeBackend:
+    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
+    return NativeBackend(folder, dtype=dtype, device=place, share_prefixes=share)
+
+
+def _trainer(folder: Path, place: torch.device, work: Work, share: bool) -> LocalTrainer:
+    config = TrainingConfig(
+        device="cuda" if place.type == "cuda" else "cpu",
+        dtype="bfloat16" if place.type == "cuda" else "float32",
+        # A rate at which the second step's batch is still within reason.
+        optimizer=OptimizerConfig(learning_rate=1e-7),
+        micro_batch_tokens=2 * work.episodes * (work.prompt + work.completion),
+        share_prefixes=share,
+    )
+    return LocalTrainer(config, model=folder)
+
+
+def _pass(backend: NativeBackend, batch: Batch) -> tuple[int, torch.Tensor]:
+    """(rows that enter the model, gradient of its log-probs' weighted sum as one vector)."""
+    rows: list[int] = []
+
+    def count(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+        if isinstance(module, torch.nn.Embedding):
+            rows.append(args[0].numel())
+
+    packed = pack(training_sequences(batch))
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
+    try:
+        logprobs_n, _ = backend.token_logprobs(packed)
+    finally:
+        hook.remove()
+    (logprobs_n * torch.from_numpy(packed.advantages_n).to(logprobs_n)).sum().backward()
+    found = [p.grad.flatten().float() for p in backend.parameters().values() if p.grad is not None]
+    return sum(rows), torch.cat(found)

@@ -1,0 +1,28 @@
+"""bench train: a small group, and what it says of it."""
+
+from __future__ import annotations
+
+from headrace.bench.train import prefix, run
+from headrace.cli.bench import BENCHMARKS
+
+
+def test_a_shared_prompt_is_computed_once_with_the_same_gradient() -> None:
+    row = prefix.measure("cpu", work=prefix.Work(episodes=4, prompt=96, completion=8), rounds=1)
+    assert row["tokens_unshared"] == 4 * 103
+    assert row["tokens_shared"] == 96 + 4 * 7
+    assert row["token_saving"] == (4 * 103) / (96 + 4 * 7)
+    assert row["gradient_difference"] < 1e-5
+    assert row["speedup"] == row["step_ms_unshared"] / row["step_ms_shared"]
+
+
+def test_its_figures_are_the_rows(monkeypatch) -> None:
+    monkeypatch.setattr(prefix, "Work", lambda: TINY)
+    found = run(device="cpu", rounds=1)
+    assert BENCHMARKS["train"] == "headrace.bench.train:run"
+    assert found["figures"] == {
+        "prefix_tree_speedup": found["rows"][0]["speedup"],
+        "prefix_tree_token_saving": found["rows"][0]["token_saving"],
+    }
+
+
+TINY = prefix.Work(episodes=2, prompt=32, completion=4)
