@@ -54,8 +54,7 @@ def _print(result: dict[str, Any]) -> None:
         own = [{k: v for k, v in row.items() if k != "part"} for row in rows if row.get("part") == part]
         title = f"bench {result.get('bench')}" + (f": {part}" if part else "")
         if len(own) == 1:
-            out.print(title, style="bold")
-            out.print(facts_of([(name, number(value)) for name, value in own[0].items()]))
+            out.print(facts_of([(name, number(value)) for name, value in own[0].items()], title=title))
         else:
             out.print(table_of(own, title=title))
     facts = [(name, number(value)) for name, value in result.get("figures", {}).items()]
