@@ -1,0 +1,325 @@
+"""The learning study: how staleness changes what is learned, and what corrections give back.
+
+    python benchmarks/learning/study.py prepare runs/learning             models, once
+    python benchmarks/learning/study.py run runs/learning --seconds 500   cells that are not done yet, side by side
+    python benchmarks/learning/study.py report runs/learning > benchmarks/results/learning.json
+
+A cell is one run of `learning.toml` with its own staleness, correction and seed. Each that ends adds a line to
+cells.jsonl in the study's folder; `run` begins with those that have none, and may be stopped at any time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from chains import WORDS, lazy, prompt, thinking, unseen
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from headrace.bench import result
+from headrace.models import CausalLM, ModelConfig, PackedContext, random_model, save_model
+
+HERE = Path(__file__).parent
+END = "<end>"
+SEEDS, LAGS = range(5), (0, 1, 4, 16)
+WAYS = {
+    "none": "[]",
+    "tis": '[{type = "tis"}]',
+    "decoupled": '[{type = "decoupled", proximal = "interpolated"}]',
+}
+# One-sided 95 % quantiles of Student's t, by degrees of freedom.
+T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
+
+
+class Size(NamedTuple):
+    hidden: int
+    layers: int
+    heads: int
+    steps: int
+    """Of the warm start."""
+    batch: int
+
+
+SIZES = {
+    "student": Size(512, 8, 8, 1500, 512),
+    "teacher": Size(768, 12, 12, 6000, 512),
+    "tiny": Size(64, 2, 4, 200, 32),
+}
+
+
+class Cell(NamedTuple):
+    lag: int
+    way: str
+    seed: int
+    teacher: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{'distilled-' if self.teacher else ''}lag{self.lag}-{self.way}-{self.seed}"
+
+
+def cells() -> list[Cell]:
+    """Seed after seed, so that an unfinished study has whole rows. At lag 0 there is nothing to correct."""
+    kinds = [(lag, way) for lag in LAGS for way in WAYS if lag > 0 or way == "none"]
+    return [
+        cell
+        for seed in SEEDS
+        for cell in (*(Cell(*kind, seed) for kind in kinds), Cell(0, "none", seed, teacher=True))
+    ]
+
+
+# ── prepare: a tokenizer and models that know the task a little ──────────────────────────────────────────
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(["<pad>", END, *WORDS])}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<pad>", END])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": END}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return tokenizer
+
+
+def make_model(size: Size, tokenizer: Tokenizer, device: str) -> CausalLM:
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": tokenizer.get_vocab_size(),
+            "hidden_size": size.hidden,
+            "intermediate_size": 3 * size.hidden,
+            "num_hidden_layers": size.layers,
+            "num_attention_heads": size.heads,
+            "num_key_value_heads": size.heads // 2,
+            "head_dim": size.hidden // size.heads,
+            "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "tie_word_embeddings": True,
+            "initializer_range": size.hidden**-0.5,
+            "eos_token_id": tokenizer.token_to_id(END),
+        }
+    )
+    model = random_model(config, 0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.mul_((2 * config.num_layers) ** -0.5)
+    return model.to(device)
+
+
+def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, device: str) -> float:
+    """Supervised steps on worked examples, of which so many think; returns the last loss."""
+    dice, examples, end = random.Random(0), unseen(1), tokenizer.token_to_id(END)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    loss = torch.zeros(())
+    for step in range(size.steps):
+        # First both ways alike, so that the means are there; then as rarely as is wanted.
+        share = 0.5 if step < 0.8 * size.steps else thinking_share
+        sequences, targets = [], []
+        for chain in islice(examples, size.batch):
+            asked = tokenizer.encode(prompt(chain)).ids
+            told = tokenizer.encode((thinking if dice.random() < share else lazy)(chain)).ids
+            sequences.append([*asked, *told, end])
+            targets.append([False] * (len(asked) - 1) + [True] * (len(told) + 1) + [False])
+        context = PackedContext([len(s) for s in sequences], device)
+        tokens = torch.tensor([token for s in sequences for token in s], device=device)
+        kept = torch.tensor([keep for t in targets for keep in t], device=device)
+        hidden = model(tokens, context.positions, context)[kept]
+        logprobs, _ = model.ops.token_logprobs(hidden, model.head_weight, tokens.roll(-1)[kept])
+        loss = -logprobs.mean()
+        rate = min(1, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / size.steps)))
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * rate
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % 100 == 0:
+            print(f"warm start {step + 1}/{size.steps}  loss {loss.item():.3f}", file=sys.stderr, flush=True)
+    return loss.item()
+
+
+def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
+    """The student thinks in one of five examples, its teacher in all of them."""
+    for name, share in (("model", 0.2), ("teacher", 1.0)):
+        folder = study / name
+        if (folder / "config.json").exists():
+            continue
+        folder.mkdir(parents=True, exist_ok=True)
+        size = SIZES[sizes[name]]
+        tokenizer = make_tokenizer(folder)
+        model = make_model(size, tokenizer, device)
+        warm_start(model, tokenizer, size, share, device)
+        save_model(model.cpu(), model.config, folder)
+
+
+# ── run: cells side by side ──────────────────────────────────────────────────────────────────────────────
+
+
+class Running(NamedTuple):
+    cell: Cell
+    process: subprocess.Popen[bytes]
+
+
+def begin(study: Path, cell: Cell, sets: list[str]) -> Running:
+    folder = study / "cells" / cell.name
+    own = [
+        f"model.path={study / 'model'}",
+        f"seed={cell.seed}",
+        f"buffer.max_staleness={cell.lag}",
+        f"training.corrections={WAYS[cell.way]}",
+        *([f"training.distillation.teacher={study / 'teacher'}"] if cell.teacher else []),
+    ]
+    command = [sys.executable, "-m", "headrace", "train", str(HERE / "learning.toml"), "--run", str(folder)]
+    command += [word for one in (*own, *sets) for word in ("--set", one)]
+    if (folder / "ledger.sqlite").exists():
+        command = [sys.executable, "-m", "headrace", "train", str(folder / "config.toml"), "--run", str(folder)]
+        command.append("--resume")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with (study / "cells" / f"{cell.name}.log").open("ab") as log:
+        return Running(cell, subprocess.Popen(command, stdout=log, stderr=log))
+
+
+def told(study: Path, cell: Cell) -> dict[str, Any]:
+    """What is kept of a finished cell."""
+    folder = study / "cells" / cell.name
+    summary = json.loads((folder / "summary.json").read_text())
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    keys = ("step", "time_s", "reward_mean", "staleness_mean", "kl", "entropy", "effective_sample_frac")
+    return {
+        **cell._asdict(),
+        "name": cell.name,
+        "accuracy": summary["eval_after"],
+        "accuracy_before": summary["eval_before"],
+        "seconds": summary["seconds"],
+        "tokens": summary["ledger"]["tokens"]["trained"],
+        "evaluations": [[e["step"], e["pass_1"]] for e in summary["evaluations"]],
+        "curve": [[round(line[key], 5) for key in keys] for line in lines[:: max(1, len(lines) // 50)]],
+    }
+
+
+def done(study: Path) -> dict[str, dict[str, Any]]:
+    file = study / "cells.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return {line["name"]: line for line in map(json.loads, lines)}
+
+
+def run(study: Path, together: int, seconds: float, sets: list[str], most: int | None) -> None:
+    until = time.monotonic() + seconds
+    waiting = [cell for cell in cells() if cell.name not in done(study)][:most]
+    running: list[Running] = []
+    try:
+        while (waiting and time.monotonic() < until) or running:
+            while waiting and len(running) < together and time.monotonic() < until:
+                running.append(begin(study, waiting.pop(0), sets))
+            if time.monotonic() > until:
+                break
+            time.sleep(0.2)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                if one.process.returncode:
+                    print(f"{one.cell.name} failed: see its log", file=sys.stderr, flush=True)
+                    continue
+                line = told(study, one.cell)
+                with (study / "cells.jsonl").open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+                text = f"{one.cell.name}: {line['accuracy']:.3f} in {line['seconds']:.0f} s, {len(waiting)} to come"
+                print(text, file=sys.stderr, flush=True)
+    finally:
+        for one in running:
+            one.process.send_signal(signal.SIGINT)
+        for one in running:
+            one.process.wait(60)
+
+
+# ── report ───────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def accuracies(lines: dict[str, dict[str, Any]], lag: int, way: str, teacher: bool = False) -> dict[int, float]:
+    """By seed."""
+    return {
+        line["seed"]: line["accuracy"]
+        for line in lines.values()
+        if (line["lag"], line["way"], line["teacher"]) == (lag, way, teacher)
+    }
+
+
+def loss(lines: dict[str, dict[str, Any]], lag: int, way: str) -> tuple[float, float] | None:
+    """What is lost against lag 0 with the same seed: (mean, one-sided upper 95 % bound), of two seeds or more."""
+    fresh, stale = accuracies(lines, 0, "none"), accuracies(lines, lag, way)
+    lost = [fresh[seed] - stale[seed] for seed in fresh if seed in stale]
+    if len(lost) < 2:
+        return None
+    mean, spread = statistics.mean(lost), statistics.stdev(lost)
+    return mean, mean + T95[len(lost) - 1] * spread / math.sqrt(len(lost))
+
+
+def report(study: Path) -> dict[str, Any]:
+    lines = done(study)
+    rows = []
+    for lag, way, teacher in sorted({(line["lag"], line["way"], line["teacher"]) for line in lines.values()}):
+        found = accuracies(lines, lag, way, teacher)
+        lost = None if teacher else loss(lines, lag, way)
+        alike = [line for line in lines.values() if line["name"] in _names(lag, way, teacher)]
+        rows.append(
+            {
+                "part": "distillation" if teacher else "staleness",
+                "lag": lag,
+                "correction": way,
+                "seeds": len(found),
+                "accuracy_mean": statistics.mean(found.values()),
+                "accuracy_min": min(found.values()),
+                "accuracy_max": max(found.values()),
+                "lost_mean": lost and lost[0],
+                "lost_bound95": lost and lost[1],
+                "staleness_mean": statistics.mean(row[3] for line in alike for row in line["curve"]),
+                "seconds_median": statistics.median(line["seconds"] for line in alike),
+                "tokens_mean": statistics.mean(line["tokens"] for line in alike),
+            }
+        )
+    corrected = [found[1] for way in WAYS if way != "none" and (found := loss(lines, 4, way))]
+    figures = {"lag4_loss_bound95": min(corrected)} if corrected else {}
+    if uncorrected := loss(lines, 16, "none"):
+        figures["lag16_uncorrected_reward_gap"] = uncorrected[0]
+    return result("learning", rows, figures)
+
+
+def _names(lag: int, way: str, teacher: bool) -> set[str]:
+    return {Cell(lag, way, seed, teacher).name for seed in SEEDS}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("what", choices=["prepare", "run", "report"])
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--student", default="student", choices=SIZES)
+    parser.add_argument("--teacher", default="teacher", choices=SIZES)
+    parser.add_argument("--together", type=int, default=4, help="cells side by side")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no longer than this")
+    parser.add_argument("--most", type=int, help="of the cells that are not done yet")
+    parser.add_argument("--set", action="append", default=[], help="further settings of every cell")
+    given = parser.parse_args()
+    if given.what == "prepare":
+        prepare(given.study, {"model": given.student, "teacher": given.teacher}, given.device)
+    elif given.what == "run":
+        run(given.study, given.together, given.seconds, given.set, given.most)
+    else:
+        print(json.dumps(report(given.study)))
+
+
+if __name__ == "__main__":
+    main()
