@@ -235,7 +235,7 @@ class Pipeline:
         group.drop_rest(parts.journal, reason)
         del self._groups[group.ticket.sequence]
         await parts.buffer.drop(group.ticket)
-        self._count_failure(reason, episodes)
+        self._count_failure(reason, record, episodes)
 
     def _unfit(self, group: Group) -> str | None:
         """Why a finished group is not trained on, and another is admitted in its place."""
@@ -286,14 +286,14 @@ class Pipeline:
         for name in group.episodes:
             self.parts.rollouts.cut(name)
 
-    def _count_failure(self, reason: str, episodes: Sequence[Episode]) -> None:
+    def _count_failure(self, reason: str, group: Group, episodes: Sequence[Episode]) -> None:
         """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
         self._failures_in_row += 1
         if self._failures_in_row >= 8 * self.config.training.groups_per_batch + 100:
             if reason == "equal_rewards":
                 raise HeadraceError(
-                    f"the last {self._failures_in_row} groups had nothing to learn from: equal rewards in each",
-                    f"{episodes[-1].reward:g} in the last",
+                    f"of the last {self._failures_in_row} groups none had anything to learn from",
+                    f"all rewards are {group.episodes[0].reward:g} in the last",
                     "give it tasks neither solved nor hopeless, or set training.algorithm.resample = false",
                 )
             last = next(e for e in reversed(episodes) if e.failure)

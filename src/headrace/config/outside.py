@@ -7,6 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError
@@ -51,18 +52,25 @@ def _check_other_models(config: RunConfig) -> None:
     for key, path in paths.items():
         if path is None:
             continue
-        if training.backend == "transformers":
-            if not (Path(path) / "config.json").is_file():
-                raise ModelFolderError(f"{key}: a model folder holds a config.json", path, f"change {key}")
-            continue
-        _with_key(key, check_folder, path)
-        own, other = (check_folder(one).vocab_size for one in (config.model.path, path))
-        if own != other:
-            raise ConfigError(
-                f"{key} has the vocabulary of model.path",
-                f"{other} tokens, and {own}",
-                "name a model with the same tokenizer",
-            )
+        if training.backend == "native":
+            _with_key(key, check_folder, path)
+        elif not (Path(path) / "config.json").is_file():
+            raise ModelFolderError(f"{key}: a model folder holds a config.json", path, f"change {key}")
+        if _words(Path(path)) not in (None, _words(Path(config.model.path))):
+            raise ConfigError(f"{key} has the tokenizer of model.path", path, "name a model with the same tokens")
+
+
+def _words(folder: Path) -> dict[str, Any] | None:
+    """A tokenizer's tokens and their ids; None where there is none to compare."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return None
+    content = json.loads(file.read_text(encoding="utf-8"))
+    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
+    vocabulary = content.get("model", {}).get("vocab", {})
+    # Some kinds have a list of (token, score).
+    known = vocabulary if isinstance(vocabulary, dict) else {str(one[0]): i for i, one in enumerate(vocabulary)}
+    return known | added
 
 
 def _check_lora(lora: LoraConfig, path: str) -> None:

@@ -10,6 +10,8 @@
     attention.py                what a token attends to: packed sequences, or one with a kept cache
     quantized.py                FP8: rows with a scale each, and the operations by definition
     quantized_fused.py          the same on CUDA
+    trained.py                  kernels that can be differentiated, for training
+    divergence.py               how far a student is from a teacher
     paged.py                    attention over pages by the Triton kernels
     joined.py                   weights side by side in memory
     rope.py, transformer.py     the model itself, over those operations
@@ -25,8 +27,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.models.adapted import AdaptedOps, Stack
-    from headrace.models.attention import AttentionContext, CacheContext, CachedContext, PackedContext
+    from headrace.models.attention import (
+        AttentionContext,
+        CacheContext,
+        CachedContext,
+        PackedContext,
+        causal_attention,
+        group_by_length,
+        masked_attention,
+    )
     from headrace.models.config import ModelConfig
+    from headrace.models.divergence import Said, divergences
     from headrace.models.exact import ExactOps
     from headrace.models.exact_paged import InvariantContext
     from headrace.models.folder import check_folder
@@ -40,6 +51,7 @@ if TYPE_CHECKING:
     from headrace.models.quantized_fused import FusedFp8Ops
     from headrace.models.rope_config import RopeConfig
     from headrace.models.shapes import parameter_count, parameter_shapes
+    from headrace.models.trained import TrainedOps
     from headrace.models.transformer import CausalLM
 
 _HOME = {
@@ -49,6 +61,12 @@ _HOME = {
     "CacheContext": "attention",
     "CachedContext": "attention",
     "PackedContext": "attention",
+    "causal_attention": "attention",
+    "group_by_length": "attention",
+    "masked_attention": "attention",
+    "Said": "divergence",
+    "divergences": "divergence",
+    "TrainedOps": "trained",
     "PagedContext": "paged",
     "ModelConfig": "config",
     "ExactOps": "exact",
@@ -97,12 +115,18 @@ __all__ = [
     "ReferenceOps",
     "RopeConfig",
     "Rotation",
+    "Said",
     "Stack",
     "Support",
+    "TrainedOps",
+    "causal_attention",
     "check_folder",
+    "divergences",
+    "group_by_length",
     "join",
     "joined_names",
     "load_model",
+    "masked_attention",
     "parameter_count",
     "parameter_shapes",
     "quantize_rows",

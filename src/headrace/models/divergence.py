@@ -17,7 +17,7 @@ from headrace.models.logprobs import CHUNK_ELEMENTS, Chunk, Support, chunks_of, 
 Divergence = Literal["forward", "reverse", "jsd"]
 
 
-class Teacher(NamedTuple):
+class Said(NamedTuple):
     """What a teacher says of each token. Nothing here gets a gradient."""
 
     hidden_te: Tensor
@@ -32,7 +32,7 @@ class _How(NamedTuple):
 def divergences(
     hidden_td: Tensor,
     head_weight_vd: Tensor,
-    teacher: Teacher,
+    teacher: Said,
     temperature: Tensor | float = 1.0,
     support: Support | tuple[Tensor, Tensor] | None = None,
     *,
@@ -45,6 +45,9 @@ def divergences(
     Differentiable once in the student's hidden states and head. At most `chunk_rows` rows of both logits exist at a
     time; the backward pass computes them again.
     """
+    # One tokenizer, and rows that stand for no token of it after its own: models of a family differ in these.
+    common = min(len(head_weight_vd), len(teacher.head_weight_ve))
+    head_weight_vd, teacher = head_weight_vd[:common], Said(teacher.hidden_te, teacher.head_weight_ve[:common])
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // (2 * head_weight_vd.shape[0]))
     ids, offsets = support if support is not None else (None, None)
     none_t = torch.zeros(len(hidden_td), dtype=torch.long, device=hidden_td.device)
@@ -56,7 +59,7 @@ def divergences(
 class _Divergences(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Teacher, chunks: list[Chunk], how: _How
+        ctx: Any, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said, chunks: list[Chunk], how: _How
     ) -> Tensor:
         found_t = hidden_td.new_empty(len(hidden_td), dtype=torch.float32)
         for chunk in chunks:
@@ -87,7 +90,7 @@ class _Divergences(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None
 
 
-def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Teacher) -> tuple[Tensor, Tensor]:
+def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said) -> tuple[Tensor, Tensor]:
     """Log-probs (C, V) of student and teacher; about -1e30 outside the support, in both."""
     student_cv = chunk.log_softmax(head_logits(hidden_td[chunk.rows], head_weight_vd))
     return student_cv, chunk.log_softmax(head_logits(teacher.hidden_te[chunk.rows], teacher.head_weight_ve))

@@ -1,0 +1,3 @@
+from headrace.scoring.advantages import advantages as advantages_of
+
+__all__ = ["advantages_of"]

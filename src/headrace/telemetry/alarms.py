@@ -15,6 +15,8 @@ class Rule(NamedTuple):
     low: float
     high: float
     advice: str
+    where: str | None = None
+    """Lines in which this metric is 0 say nothing of it."""
 
 
 RULES = (
@@ -22,6 +24,7 @@ RULES = (
         "mismatch_kl", 0.0, 0.01,
         "engine and trainer compute the same tokens' log-probs differently: give them one dtype and one back end, "
         'set both numerics to "exact", or add the correction tis or mis',
+        where="lag_0_frac",
     ),
     Rule(
         "drift_kl", 0.0, 0.1,
@@ -80,7 +83,7 @@ class Alarms:
         changes = []
         for rule in self._rules:
             value = line.get(rule.metric)
-            if not isinstance(value, int | float):
+            if not isinstance(value, int | float) or (rule.where is not None and not line.get(rule.where, 1)):
                 continue
             seen = self._seen[rule.metric]
             seen.append(rule.low <= value <= rule.high)

@@ -79,7 +79,8 @@ class RunProgress:
     def _alarm(self, fields: dict[str, Any]) -> None:
         text = f"[{self.name}] step {fields['step']}: {fields['metric']} is {fields['value']:.3g}, "
         healthy = f"healthy is {fields['low']:g} to {fields['high']:g}"
-        text += f"{healthy}. {fields['advice'].capitalize()}." if fields["on"] else f"healthy again ({healthy})."
+        advice = fields["advice"][:1].upper() + fields["advice"][1:]
+        text += f"{healthy}. {advice}." if fields["on"] else f"healthy again ({healthy})."
         if self._live is not None:
             self._live.console.print(Text(text, style="yellow" if fields["on"] else "green"))
         else:

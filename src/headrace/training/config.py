@@ -76,9 +76,9 @@ class DistillationConfig(Config):
     """Learn from a teacher: what it would have sampled in each token's place, against what the policy would."""
 
     teacher: str | None = None
-    """Hugging Face folder of a model with the same tokens. None: the policy itself, as it was."""
+    """Hugging Face folder of a model with the same tokenizer. None: the policy itself, as it was."""
     every: Annotated[int, Meta(ge=1)] = 10
-    """Without `teacher`: every so many versions the teacher becomes the policy of so many versions ago."""
+    """Without `teacher`: every so many steps the teacher becomes the policy of so many steps ago."""
     divergence: Literal["forward", "reverse", "jsd"] = "reverse"
     """`forward`: KL(teacher ‖ policy). `reverse`: KL(policy ‖ teacher). `jsd`: from both to their mixture."""
     beta: Annotated[float, Meta(gt=0, lt=1)] = 0.5
@@ -87,6 +87,14 @@ class DistillationConfig(Config):
     """Of the divergence in the loss."""
     rewards: bool = False
     """Whether the algorithm's loss is part of it too."""
+
+    def check(self) -> None:
+        if self.teacher is None and not self.rewards:
+            raise ConfigError(
+                "a policy that teaches itself needs training.distillation.rewards = true, or nothing ever moves it",
+                "no teacher, no rewards",
+                "set rewards = true, or name a teacher",
+            )
 
 
 class TrainingConfig(Config):
@@ -131,6 +139,9 @@ class TrainingConfig(Config):
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
+    kernels: Literal["reference", "fused"] = "reference"
+    """`fused`: norms, rotations, gates and the head's log-probs by Triton kernels, forward and backward; for the
+    native back end on a CUDA device. `reference`: plain PyTorch."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""
@@ -158,6 +169,13 @@ class TrainingConfig(Config):
                 self.backend,
                 'set training.numerics = "fast" or training.backend = "native"',
             )
+        self._check_signals()
+        if self.kernels == "fused" and (self.numerics == "exact" or self.backend != "native"):
+            raise ConfigError(
+                'training.kernels = "fused" is for training.backend = "native" and training.numerics = "fast"',
+                f"{self.backend}, {self.numerics}",
+                'set training.kernels = "reference"',
+            )
         if self.numerics == "exact" and self.lora is not None:
             raise ConfigError(
                 'training.numerics = "exact" is for training without training.lora, whose products are not exact',
@@ -176,3 +194,33 @@ class TrainingConfig(Config):
                 f"{self.optimizer.warmup_steps} > {self.steps}",
                 "lower the warm-up",
             )
+
+    def _check_signals(self) -> None:
+        """What is learned from, where settings would undo each other."""
+        recipe, paid = self.algorithm.recipe, self.reference is not None and self.reference.into == "reward"
+        if recipe.resample and self.min_group < 2:
+            raise ConfigError(
+                "training.algorithm.resample needs training.min_group of at least 2: one reward is always equal",
+                self.min_group,
+                "raise training.min_group and training.group_size, or set resample = false",
+            )
+        if paid and recipe.scale == "group":
+            raise ConfigError(
+                'training.reference.into = "reward" needs an algorithm that does not divide by a group\'s standard '
+                "deviation: where rewards are equal it would blow the price's noise up",
+                self.algorithm.__struct_config__.tag,
+                'set normalise_std = false, use rloo, dr_grpo, reinforce++ or ppo, or into = "loss"',
+            )
+        if self.distillation is None or self.distillation.rewards:
+            return
+        for setting, given in (
+            ('training.reference.into = "reward"', paid),
+            ("training.algorithm.resample", recipe.resample),
+            ("training.shuffle_rewards", self.shuffle_rewards),
+        ):
+            if given:
+                raise ConfigError(
+                    f"{setting} is about rewards, which training.distillation leaves out unless rewards = true",
+                    "rewards = false",
+                    "leave one of the two out",
+                )

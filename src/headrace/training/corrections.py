@@ -61,7 +61,7 @@ def adds_gradient(corrections: Sequence[Correction]) -> bool:
 
 def wants_proximal(corrections: Sequence[Correction]) -> bool:
     """Whether a batch's second update needs the log-probs from before its first."""
-    return not _interpolates(corrections) and any(isinstance(one, OF_PROXIMAL) for one in corrections)
+    return any(isinstance(one, OF_PROXIMAL) for one in corrections)
 
 
 def _interpolates(corrections: Sequence[Correction]) -> bool:
@@ -69,11 +69,12 @@ def _interpolates(corrections: Sequence[Correction]) -> bool:
 
 
 def _proximal(columns: Columns, corrections: Sequence[Correction]) -> Tensor:
-    now_t, behaviour_t = columns.now_t, columns.behaviour_t
+    behaviour_t = columns.behaviour_t
+    before_t = columns.now_t if columns.proximal_t is None else columns.proximal_t
     if not _interpolates(corrections):
-        return now_t if columns.proximal_t is None else columns.proximal_t
+        return before_t
     lags_t = columns.lags_t.clamp(min=1)
-    return behaviour_t + (1 - 1 / lags_t.to(now_t.dtype)) * (now_t - behaviour_t)
+    return behaviour_t + (1 - 1 / lags_t.to(before_t.dtype)) * (before_t - behaviour_t)
 
 
 def _weight(columns: Columns, proximal_t: Tensor, correction: Correction) -> Tensor:

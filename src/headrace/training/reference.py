@@ -9,9 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.errors import ConfigError
 from headrace.records import Batch
-from headrace.scoring.advantages import advantages
+from headrace.scoring import advantages_of
 from headrace.training.backends.base import Backend, open_backend
 from headrace.training.config import ReferenceConfig, TrainingConfig
 from headrace.training.losses.kl import kl_estimate
@@ -19,7 +18,7 @@ from headrace.training.packing import Packed, TrainingSequence
 
 
 class Reference:
-    """The model that a run began with, or another over the same vocabulary."""
+    """The model that a run began with, or another with the same tokenizer."""
 
     def __init__(self, config: TrainingConfig, backend: Backend, *, model: str | Path):
         """`model` is the run's. Where an adapter is trained over it, its frozen weights are the trainer's own."""
@@ -29,12 +28,6 @@ class Reference:
         self._frozen = backend
         if self._trained is None:
             self._frozen = open_backend(folder or model, msgspec.structs.replace(config, lora=None), frozen=True)
-        if self._frozen.vocab_size != backend.vocab_size:
-            raise ConfigError(
-                "the model of training.reference has the vocabulary of the run's",
-                f"{self._frozen.vocab_size} tokens in {folder}, {backend.vocab_size} in {model}",
-                "name a model with the same tokenizer",
-            )
 
     @torch.no_grad()
     def logprobs(self, packed: Packed) -> Tensor:
@@ -64,7 +57,7 @@ def with_prices(
         for group in batch.groups
     ]
     how = config.algorithm.recipe
-    found = advantages(less, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
+    found = advantages_of(less, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
     by_episode = dict(zip(price, found.tolist(), strict=True))
     moved = [sequence._replace(advantage=by_episode[sequence.episode]) for sequence in sequences]
     return msgspec.structs.replace(batch, advantages=found), moved

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.errors import HeadraceError, LawBroken, RunFolderError
-from headrace.models.divergence import divergences
+from headrace.models import divergences
 from headrace.records import Batch
 from headrace.sync.base import AdapterSpec
 from headrace.training import checkpoint, random_state
@@ -113,7 +113,7 @@ class LocalTrainer:
             found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
             sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
         if self._teacher is not None:
-            self._teacher.advance(self.version)
+            self._teacher.advance(self.step, self.version)
         if config.distillation is not None and not config.distillation.rewards:
             sequences = [one._replace(advantage=0.0) for one in sequences]
         updates = [
@@ -145,8 +145,7 @@ class LocalTrainer:
         tokens = sum(sequence.num_trained for sequence in sequences)
         divisor = normaliser(max(1, tokens), max(1, len(sequences)), config.algorithm.recipe)
         # Without an advantage there is no gradient: a forward pass gives such sequences' metrics.
-        all_move = adds_gradient(config.corrections) or config.entropy_bonus > 0 or self._pays_in_loss
-        all_move = all_move or self._teacher is not None
+        all_move = self._others_teach or self._teacher is not None
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
         still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
         try:
@@ -166,33 +165,45 @@ class LocalTrainer:
         how = self._config.distillation
         if how is None or self._teacher is None:
             return *self._backend.token_logprobs(packed), None
+        # First, while nothing is kept for the backward pass yet.
+        said = self._teacher.say(packed)
         hidden_nd, head_vd = self._backend.hidden(packed)
         found_n = divergences(
             hidden_nd,
             head_vd,
-            self._teacher.say(packed),
+            said,
             *distribution(packed, self._backend.device),
             divergence=how.divergence,
             beta=how.beta,
         )
-        return *self._backend.logprobs_of(packed, hidden_nd, head_vd), found_n
+        # Where only the teacher teaches, log-probs are for the metrics.
+        with nullcontext() if how.rewards or self._others_teach else torch.no_grad():
+            return *self._backend.logprobs_of(packed, hidden_nd, head_vd), found_n
 
     def _score(
         self, sequences: Sequence[TrainingSequence], logprobs: Callable[[Packed], torch.Tensor]
     ) -> list[np.ndarray]:
         """Each sequence's trained tokens, without a gradient."""
-        found: list[np.ndarray] = [np.empty(0, np.float32)] * len(sequences)
+        if not sequences:
+            return []
+        order: list[int] = []
+        columns = []
         with torch.no_grad():
             for members in micro_batches(sequences, self._config.micro_batch_tokens):
-                packed = pack([sequences[i] for i in members])
-                column = logprobs(packed).cpu().numpy()
-                for i, part in zip(members, np.split(column, np.cumsum(packed.trained_s)[:-1]), strict=True):
-                    found[i] = part
-        return found
+                order += members
+                columns.append(logprobs(pack([sequences[i] for i in members])))
+        ends = np.cumsum([sequences[i].num_trained for i in order])
+        parts = np.split(torch.cat(columns).cpu().numpy(), ends[:-1])
+        return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
 
     @property
     def _pays_in_loss(self) -> bool:
         return self._config.reference is not None and self._config.reference.into == "loss"
+
+    @property
+    def _others_teach(self) -> bool:
+        """Whether log-probs or entropies have a gradient where there is no advantage."""
+        return adds_gradient(self._config.corrections) or self._config.entropy_bonus > 0 or self._pays_in_loss
 
     def _check_whole(self) -> None:
         if self.between:
@@ -261,12 +272,12 @@ class LocalTrainer:
                 sorted(differing)[:5],
                 "resume with the model the run was started with",
             )
+        if self._teacher is not None:
+            self._teacher.load_tensors(dict(saved.teacher))
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(saved.weights[name])
         self._optimizer.load_tensors(saved.optimizer)
-        if self._teacher is not None:
-            self._teacher.load_tensors(dict(saved.teacher))
         self.between, self._mismatch = False, saved.mismatch
         self.step, self.version = saved.step, saved.version
         random_state.restore(saved.random)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 import time
@@ -47,6 +49,22 @@ def test_a_missing_or_damaged_model_folder_is_refused(project: Path) -> None:
 def test_a_model_without_tokenizer_is_refused(project: Path) -> None:
     (project.parent / "model" / "tokenizer.json").unlink()
     assert "tokenizer.json" in refusal(project).rule
+
+
+@pytest.mark.parametrize("key", ["training.reference.model", "training.distillation.teacher"])
+def test_a_model_beside_the_run_s_is_there_and_has_its_tokens(project: Path, key: str) -> None:
+    missing = refusal(project, f"{key}=nowhere")
+    assert isinstance(missing, ModelFolderError)
+    assert missing.rule.startswith(f"{key}: ")
+    other = project.parent / "other"
+    shutil.copytree(project.parent / "model", other)
+    load_config(project, [f"{key}={other}"])
+    content = json.loads((other / "tokenizer.json").read_text())
+    content["model"]["vocab"]["another"] = 10_000
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    assert "has the tokenizer of model.path" in refusal(project, f"{key}={other}").rule
+    (other / "tokenizer.json").unlink()
+    load_config(project, [f"{key}={other}"])
 
 
 @pytest.mark.parametrize(

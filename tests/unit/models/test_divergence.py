@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from headrace.models.divergence import Teacher, divergences
+from headrace.models.divergence import Said, divergences
 
 T, D, E, V = 23, 8, 12, 40
 
 
-def plain(hidden, head, teacher: Teacher, temperature, outside, divergence: str, beta: float) -> torch.Tensor:
+def plain(hidden, head, teacher: Said, temperature, outside, divergence: str, beta: float) -> torch.Tensor:
     """By the formulas, over the probabilities themselves."""
     scale = temperature[:, None] if isinstance(temperature, torch.Tensor) else temperature
     logits = [(hidden @ head.T) / scale, (teacher.hidden_te @ teacher.head_weight_ve.T) / scale]
@@ -35,7 +35,7 @@ def test_values_and_gradients_are_the_formulas(supported, temperature, divergenc
         return torch.randn(*shape, generator=draw)
 
     hidden, head = some(T, D).requires_grad_(), some(V, D).requires_grad_()
-    teacher = Teacher(some(T, E), some(V, E))
+    teacher = Said(some(T, E), some(V, E))
     at = 0.5 + torch.rand(T, generator=draw) if temperature == "each" else temperature
     outside = torch.zeros(T, V, dtype=torch.bool)
     support = None
@@ -53,17 +53,28 @@ def test_values_and_gradients_are_the_formulas(supported, temperature, divergenc
     gradients = torch.autograd.grad((found * weights).sum(), (hidden, head))
 
     double = [x.detach().double().requires_grad_() for x in (hidden, head)]
-    exact = plain(*double, Teacher(*(x.double() for x in teacher)), at, outside, divergence, beta)
+    exact = plain(*double, Said(*(x.double() for x in teacher)), at, outside, divergence, beta)
     torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)
     expected = torch.autograd.grad((exact * weights.double()).sum(), double)
     for one, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
 
 
+def test_rows_that_only_one_of_them_has_are_left_out() -> None:
+    hidden, head = torch.randn(T, D), torch.randn(V, D).requires_grad_()
+    teacher = Said(torch.randn(T, E), torch.randn(V + 5, E))
+    cut = Said(teacher.hidden_te, teacher.head_weight_ve[:V])
+    assert torch.equal(divergences(hidden, head, teacher), divergences(hidden, head, cut))
+    more = torch.cat([head, torch.full((3, D), 100.0)])
+    assert torch.equal(
+        divergences(hidden, more, Said(teacher.hidden_te, cut.head_weight_ve)), divergences(hidden, head, cut)
+    )
+
+
 def test_a_student_like_its_teacher_is_at_no_distance_and_stays() -> None:
     hidden, head = torch.randn(T, D).requires_grad_(), torch.randn(V, D)
     for divergence in ("reverse", "forward", "jsd"):
-        found = divergences(hidden, head, Teacher(hidden.detach(), head), divergence=divergence)
+        found = divergences(hidden, head, Said(hidden.detach(), head), divergence=divergence)
         assert found.abs().max() < 1e-6
         (gradient,) = torch.autograd.grad(found.sum(), hidden)
         assert gradient.abs().max() < 1e-5

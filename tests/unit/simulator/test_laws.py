@@ -153,7 +153,7 @@ def test_a_run_without_anything_to_learn_ends_with_the_reason():
     def tamper(parts: Parts) -> None:
         parts.scorers._world.happens = lambda probability: probability > 0
 
-    with pytest.raises(HeadraceError, match="the last 116 groups had nothing to learn from") as ended:
+    with pytest.raises(HeadraceError, match="of the last 116 groups none had anything to learn from") as ended:
         simulate(RESAMPLING, Costs(), seed=5, tamper=tamper)
     assert "resample = false" in str(ended.value)
 

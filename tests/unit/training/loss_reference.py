@@ -214,11 +214,9 @@ def _proximal(corrections: list[dict[str, Any]], tokens: list[Token]) -> list[fl
     interpolated = any(c["type"] == "decoupled" and c["proximal"] == "interpolated" for c in corrections)
     proximal: list[float] = []
     for token in tokens:
-        if interpolated:
-            share = 1 - 1 / token.lag if token.lag >= 1 else 0.0
-            proximal.append(token.behaviour + share * (token.now - token.behaviour))
-        else:
-            proximal.append(token.now if token.proximal is None else token.proximal)
+        before = token.now if token.proximal is None else token.proximal
+        share = 1 - 1 / token.lag if token.lag >= 1 else 0.0
+        proximal.append(token.behaviour + share * (before - token.behaviour) if interpolated else before)
     return proximal
 
 

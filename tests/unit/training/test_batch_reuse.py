@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from training_builders import batch_of, random_batch, tiny_model
 
 from headrace.errors import ConfigError, HeadraceError
-from headrace.records import Batch
+from headrace.records import Batch, WeightVersion
 from headrace.training.config import LoraConfig, OptimizerConfig, TrainingConfig
 from headrace.training.correction_config import Correction
 from headrace.training.packing import minibatches, training_sequences
+from headrace.training.remote import Stage, _Publishing
 from headrace.training.trainer import LocalTrainer
 
 LORA = LoraConfig(rank=2)
@@ -86,27 +88,30 @@ def test_minibatches_are_steps_over_their_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "correction", [{"type": "tis"}, {"type": "decoupled"}, {"type": "rejection", "low": 0.0, "high": 9.0}]
+    "correction", [{"type": "tis"}, {"type": "decoupled"}, {"type": "rejection", "low": 0.5, "high": 1.1}]
 )
 def test_weights_are_of_the_policy_before_the_first_update(tmp_path: Path, correction: dict[str, Any]) -> None:
     """With a high rate the second update's policy is another one; its weights are the first's all the same."""
     folder, batch = tiny_model(tmp_path), named(random_batch(3))
     once, twice = trainer(folder, (correction,)), trainer(folder, (correction,), epochs=2)
     first, both = (owner.train(batch).metrics for owner in (once, twice))
+    later = once.train(again(batch, 1)).metrics
+    assert later["weight_mean"] != pytest.approx(first["weight_mean"], rel=1e-3), "by the policy of that time"
     assert both["weight_mean"] == pytest.approx(first["weight_mean"], rel=1e-5)
     if correction["type"] != "rejection":
         assert first["clip_frac"] == 0, "its anchor is the policy itself"
         assert both["clip_frac"] > 0, "the second update is clipped against the first's"
 
 
-def test_interpolated_proximal_policies_need_no_forward_pass_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("epochs", "expected"), [(1, 1), (2, 3)])
+def test_a_forward_pass_before_is_for_later_updates_alone(tmp_path: Path, epochs: int, expected: int) -> None:
     folder, batch = tiny_model(tmp_path), named(random_batch(4))
-    owner = trainer(folder, ({"type": "decoupled", "proximal": "interpolated"},), epochs=2)
+    owner = trainer(folder, ({"type": "decoupled", "proximal": "interpolated"},), epochs=epochs)
     passes = []
     counted = owner._backend.token_logprobs
     owner._backend.token_logprobs = lambda packed: passes.append(1) or counted(packed)  # type: ignore[method-assign]
     owner.train(batch)
-    assert len(passes) == 2
+    assert len(passes) == expected
 
 
 def test_nobody_sees_the_weights_between_two_updates(tmp_path: Path) -> None:
@@ -149,3 +154,25 @@ def test_after_a_later_update_failed_nothing_more_is_done_with_the_weights(tmp_p
 def test_more_minibatches_than_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match="minibatches"):
         TrainingConfig(groups_per_batch=2, min_group=1, minibatches=3).check()
+
+
+def test_a_version_that_is_asked_for_between_two_updates_is_not_given(tmp_path: Path) -> None:
+    owner = trainer(tiny_model(tmp_path), epochs=2)
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    offered = []
+
+    class Offers:
+        def stage(self, *args: Any, **more: Any) -> Any:
+            offered.append(args)
+
+    publishing = _Publishing(owner, Offers(), answers.put)  # type: ignore[arg-type]
+    step = owner._optimizer.step
+
+    def asked_after(rate: float) -> None:
+        step(rate)
+        publishing.take(Stage(call=len(offered), version=WeightVersion(number=0, parent=None, step=0), to=()))
+
+    owner._optimizer.step = asked_after  # type: ignore[method-assign]
+    owner.train(named(random_batch(7)))
+    assert [answers.get(timeout=10).error for _ in range(2)] == ["Superseded", "Superseded"]
+    assert offered == []

@@ -7,7 +7,6 @@ import pytest
 import torch
 from training_builders import batch_of, episode, ints, tiny_model, turn
 
-from headrace.models import PackedContext
 from headrace.training.backends import native, shared_prefix
 from headrace.training.backends.shared_prefix import prefix_tree
 from headrace.training.packing import pack, training_sequences
@@ -52,8 +51,8 @@ def test_sharing_changes_neither_log_probs_nor_gradients(
     packed = pack(training_sequences(batch_of(episodes, [1.0] * 17)))
     tree = prefix_tree(packed.tokens_t, packed.lengths_s)
     assert tree.saving > 0.5
-    whole = PackedContext(packed.lengths_s.tolist())
-    assert isinstance(shared_prefix.tree_context(tree, whole, torch.device("cpu")), way)
+    lengths = packed.lengths_s.tolist()
+    assert isinstance(shared_prefix.tree_context(tree, lengths, torch.device("cpu")), way)
     results = []
     for least in (0.1, 2.0):
         monkeypatch.setattr(native, "MIN_SAVING", least)
@@ -71,7 +70,7 @@ def test_a_long_prompt_is_attended_to_from_the_branches_alone() -> None:
     prompt = draw.integers(0, 32, 200)
     sequences = [np.concatenate([prompt, draw.integers(0, 32, 20 + i)]) for i in range(8)]
     tree = prefix_tree(np.concatenate(sequences), np.array([len(one) for one in sequences]))
-    context = shared_prefix.tree_context(tree, PackedContext([len(one) for one in sequences]), torch.device("cpu"))
+    context = shared_prefix.tree_context(tree, [len(one) for one in sequences], torch.device("cpu"))
     assert isinstance(context, shared_prefix.BranchContext)
     assert sorted({branch.shared for branch in tree.branches})[0] == 0
     assert sum(len(branch.path) - branch.shared for branch in tree.branches) == len(tree.tokens_u)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ConfigError
+from headrace.models import Ops
 from headrace.training.config import TrainingConfig
 from headrace.training.packing import Packed
 
@@ -53,9 +54,12 @@ class Backend(Protocol):
     def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """((n, d) what the head makes the trained tokens' logits of, its weight (v, d)), in the dtype of forward.
 
-        With `weights`, as `snapshot` gave them, of these in place of the parameters. Raises ModelFolderError for
-        a model whose logits are not a plain product.
+        With `weights`, as `snapshot` gave them, of these in place of the parameters.
         """
+        ...
+
+    def check_hidden(self) -> None:
+        """Raise ModelFolderError for a model whose logits are not a plain product of `hidden` and its head."""
         ...
 
     def logprobs_of(
@@ -93,7 +97,9 @@ def open_backend(
         from headrace.training.backends.native import NativeBackend
 
         exact = config.numerics == "exact"
-        ops = ExactOps() if exact else None
+        ops: Ops | None = ExactOps() if exact else None
+        if config.kernels == "fused":
+            ops = _fused_ops(device)
         return NativeBackend(
             model_folder,
             dtype=dtype,
@@ -108,6 +114,16 @@ def open_backend(
 
     how = {"dtype": dtype, "device": device, "lora": config.lora, "seed": seed, "frozen": frozen}
     return TransformersBackend(model_folder, **how)
+
+
+def _fused_ops(device: torch.device) -> Ops:
+    if device.type != "cuda":
+        raise ConfigError(
+            'training.kernels = "fused" needs a CUDA device', device.type, 'set training.kernels = "reference"'
+        )
+    from headrace.models import TrainedOps
+
+    return TrainedOps()
 
 
 def resolve_device(name: str) -> torch.device:

@@ -61,16 +61,19 @@ class NativeBackend:
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         return self.logprobs_of(packed, *self.hidden(packed))
 
+    def check_hidden(self) -> None: ...
+
     def snapshot(self) -> Weights:
         return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
 
     def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        context: AttentionContext = PackedContext(packed.lengths_s.tolist(), self.device)
         tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
         tree = prefix_tree(packed.tokens_t, packed.lengths_s) if self._share_prefixes else None
-        if tree is not None and tree.saving >= MIN_SAVING:
-            assert isinstance(context, PackedContext)
-            context = tree_context(tree, context, self.device)
+        context: AttentionContext
+        if tree is None or tree.saving < MIN_SAVING:
+            context = PackedContext(packed.lengths_s.tolist(), self.device)
+        else:
+            context = tree_context(tree, packed.lengths_s.tolist(), self.device)
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)

@@ -12,20 +12,20 @@ Shape letters: t packed tokens, u nodes of the tree (distinct prefixes), h heads
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.models import PackedContext
-from headrace.models.attention import causal_attention, group_by_length, masked_attention
+from headrace.models import PackedContext, causal_attention, group_by_length, masked_attention
 
 # Below this saving the gathers cost more than they spare.
 MIN_SAVING = 0.1
-# Pairs of query and key that a call must spare on average. On two cores, forward and backward: with 26,000 spared
-# the second way takes 71–84 % of the first's time, with 180,000 59–71 %.
-PAIRS_PER_CALL = 5_000
+# Pairs of query and key that a call must spare on average. On two cores, forward and backward, the second way takes
+# 71–84 % of the first's time with 26,000 spared, 59–71 % with 180,000; with fewer it was not measured.
+PAIRS_PER_CALL = 20_000
 
 
 class Branch(NamedTuple):
@@ -76,14 +76,17 @@ def prefix_tree(tokens_t: np.ndarray, lengths_s: np.ndarray) -> PrefixTree:
     return PrefixTree(nodes_t, tokens_u, branches)
 
 
-def tree_context(tree: PrefixTree, sequences: PackedContext, device: torch.device) -> SpreadContext | BranchContext:
-    """The way that is faster, by what each computes."""
+def tree_context(tree: PrefixTree, lengths: Sequence[int], device: torch.device) -> SpreadContext | BranchContext:
+    """The way that is faster, by what each computes. `lengths` are the packed sequences'.
+
+    On a GPU it is the first: attention with a mask and grouped heads has no fused kernel on all of them.
+    """
     calls = _calls(tree)
     whole = sum(len(branch.path) ** 2 for branch in tree.branches) // 2
     apart = sum(len(call) * _queries(call) * (call[0].shared + _queries(call)) for call in calls)
-    if whole - apart > PAIRS_PER_CALL * len(calls):
+    if device.type == "cpu" and whole - apart > PAIRS_PER_CALL * len(calls):
         return BranchContext(calls, len(tree.tokens_u), device)
-    return SpreadContext(sequences, tree, device)
+    return SpreadContext(PackedContext(lengths, device), tree, device)
 
 
 class SpreadContext:
@@ -114,10 +117,8 @@ class BranchContext:
             for row, branch in zip(rows, branches, strict=True):
                 own = branch.path[shared:]
                 place_u[own] = row[: len(own)]
-            sees = torch.ones(queries, shared + queries, dtype=torch.bool).tril(shared)
-            self._calls.append(
-                _Call(torch.from_numpy(paths).to(device), shared, None if shared == 0 else sees.to(device))
-            )
+            sees = torch.ones(queries, shared + queries, dtype=torch.bool, device=device).tril(shared)
+            self._calls.append(_Call(torch.from_numpy(paths).to(device), shared, sees if shared else None))
             filled += rows.size
         self._place_u = torch.from_numpy(place_u).to(device)
 

@@ -105,13 +105,15 @@ class TransformersBackend:
     def snapshot(self) -> Weights:
         return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
 
-    def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def check_hidden(self) -> None:
         if not self._head_is_plain:
             raise ModelFolderError(
                 "distillation needs a model whose logits are its hidden states times the head's weight",
                 str(self._folder),
                 "use a model without soft caps, scales or biases on its logits",
             )
+
+    def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         weights = self._weights() if weights is None else weights
         passes, back = self._passes(packed)
         hidden_nd = torch.cat([self._hidden(one, weights) for one in passes]).index_select(0, back)

@@ -58,7 +58,7 @@ class Columns:
     proximal_t: Tensor | None = None
     """The trainer's before the batch's first update; None: there was none before."""
     reference_t: Tensor | None = None
-    """The reference policy's, where there is one in the loss."""
+    """The reference policy's, where there is one."""
     divergence_t: Tensor | None = None
     """From a teacher's distributions, where there is one; with a gradient."""
 

@@ -1,0 +1,175 @@
+"""The ops back end over Triton kernels that can be differentiated, for training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headrace.kernels import gate, gradients, head, norm, rotate
+from headrace.models.attention import AttentionContext
+from headrace.models.logprobs import Support, head_logits, token_logprobs
+from headrace.models.ops import ReferenceOps, Rotation
+
+# Of a device's memory, for the logits of one pass: within it they are computed once, beyond it once more for the
+# backward pass, in pieces.
+LOGITS_SHARE = 12
+CHUNK_BYTES = 2**29
+
+
+class TrainedOps(ReferenceOps):
+    """`ReferenceOps` with fewer passes over memory, forward and backward, and the same rounding forward."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        found: Tensor = _Norm.apply(x, weight, eps)
+        return found
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = _AddNorm.apply(x, residual, weight, eps)
+        return normed, total
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, layer: int, context: AttentionContext
+    ) -> Tensor:
+        q, k = _Rotate.apply(q, k, *rotation)
+        return context.attend(layer, q, k, v)
+
+    def gated_silu(self, gate: Tensor, up: Tensor) -> Tensor:
+        found: Tensor = _Gate.apply(gate, up)
+        return found
+
+    def token_logprobs(
+        self,
+        hidden: Tensor,
+        head_weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor | float = 1.0,
+        support: Support | tuple[Tensor, Tensor] | None = None,
+        *,
+        chunk_rows: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Rows that have a support go the reference's way, all of a pass together."""
+        if support is not None:
+            return token_logprobs(hidden, head_weight, targets, temperature, support, chunk_rows=chunk_rows)
+        if not isinstance(temperature, Tensor):
+            temperature = torch.full(targets.shape, temperature, dtype=torch.float32, device=hidden.device)
+        rows = chunk_rows or _rows_at_once(len(targets), len(head_weight), hidden.device)
+        logprobs, entropy = _Head.apply(hidden, head_weight, targets.long(), temperature.float(), rows)
+        return logprobs, entropy
+
+
+def _rows_at_once(rows: int, vocabulary: int, device: torch.device) -> int:
+    row_bytes = 4 * vocabulary
+    if device.type == "cuda":
+        room = torch.cuda.get_device_properties(device).total_memory // LOGITS_SHARE
+        if rows * row_bytes <= room:
+            return max(1, rows)
+    return max(1, CHUNK_BYTES // row_bytes)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return norm.rms_norm(x, weight, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        rows = norm.as_rows(x).contiguous()
+        given = grads[0].reshape(rows.shape).contiguous()
+        grad_x, grad_weight = gradients.norm_gradient(rows, weight, ctx.eps, given, None)
+        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed, total = norm.add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight)
+        ctx.eps = eps
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total, weight = ctx.saved_tensors
+        of_normed, of_total = (grad.contiguous() for grad in grads)
+        grad, grad_weight = gradients.norm_gradient(total, weight, ctx.eps, of_normed, of_total)
+        return grad, grad, grad_weight.to(weight.dtype), None
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(q, k, cos, sin, q_norm, k_norm)
+        ctx.eps = eps
+        return rotate.rotate(q, k, (cos, sin, q_norm, k_norm, eps))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, cos, sin, q_norm, k_norm = ctx.saved_tensors
+        found = [
+            gradients.rotate_gradient(x, cos, sin, weight, ctx.eps, grad.contiguous())
+            for x, weight, grad in ((q, q_norm, grads[0]), (k, k_norm, grads[1]))
+        ]
+        (grad_q, of_q_norm), (grad_k, of_k_norm) = found
+        weights = [None if one is None else one.to(q.dtype) for one in (of_q_norm, of_k_norm)]
+        return grad_q, grad_k, None, None, *weights, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_rows: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_rows, up)
+        return gate.gated_silu(gate_rows, up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        gate_rows, up = (x.contiguous() for x in ctx.saved_tensors)
+        return gradients.gate_gradient(gate_rows, up, grads[0].contiguous())
+
+
+class _Head(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_td: Tensor, head_vd: Tensor, targets_t: Tensor, temperature_t: Tensor, rows: int
+    ) -> tuple[Tensor, Tensor]:
+        pieces, kept = [], None
+        for start in range(0, max(1, len(targets_t)), rows):
+            part = slice(start, start + rows)
+            kept = head_logits(hidden_td[part], head_vd)
+            pieces.append(head.target_logprobs(kept, targets_t[part], temperature_t[part]))
+        logprobs_t, entropy_t, total_t = (torch.cat(column) for column in zip(*pieces, strict=True))
+        ctx.save_for_backward(
+            hidden_td, head_vd, targets_t, temperature_t, entropy_t, total_t, kept if len(pieces) == 1 else None
+        )
+        ctx.rows = rows
+        return logprobs_t, entropy_t
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        hidden_td, head_vd, targets_t, temperature_t, entropy_t, total_t, kept = ctx.saved_tensors
+        given = [grad.contiguous() for grad in grads]
+        grad_hidden = torch.empty_like(hidden_td)
+        grad_head = torch.zeros_like(head_vd, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        for start in range(0, len(targets_t), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            logits = head_logits(hidden_td[part], head_vd) if kept is None else kept
+            columns = [one[part] for one in (targets_t, temperature_t, entropy_t, total_t, *given)]
+            grad_logits = head.logits_gradient(logits, *columns, dtype=head_vd.dtype)
+            del logits
+            grad_hidden[part] = grad_logits @ head_vd
+            if grad_head is not None:
+                grad_head.add_(grad_logits.t() @ hidden_td[part])
+        return grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype), None, None, None

@@ -1,0 +1,138 @@
+"""Backward passes against autograd over the reference, and the head's kernels against its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.models.attention import PackedContext
+from headrace.models.config import ModelConfig
+from headrace.models.logprobs import token_logprobs
+from headrace.models.ops import ReferenceOps, Rotation
+from headrace.models.trained import TrainedOps
+from headrace.models.transformer import CausalLM
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+reference, trained = ReferenceOps(), TrainedOps()
+EPS = 1e-6
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def gradients(call, *inputs: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """(outputs, gradients of the inputs) under a weighted sum of all outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = call(*leaves)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    total = sum((out * draw(*out.shape, seed=9 + i)).sum() for i, out in enumerate(outputs))
+    return [out.detach() for out in outputs], list(torch.autograd.grad(total, leaves))
+
+
+def assert_alike(call, other, *inputs: torch.Tensor) -> None:
+    (found, of_found), (expected, of_expected) = gradients(call, *inputs), gradients(other, *inputs)
+    for one, another in zip([*found, *of_found], [*expected, *of_expected], strict=True):
+        torch.testing.assert_close(one, another, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 80), (1300, 33)])
+def test_norms(rows, width):
+    x, residual, weight = draw(rows, width), draw(rows, width, seed=1), draw(width, seed=2)
+    assert_alike(
+        lambda *args: trained.rms_norm(*args, EPS), lambda *args: reference.rms_norm(*args, EPS), x, weight
+    )
+    assert_alike(
+        lambda *args: trained.add_rms_norm(*args, EPS),
+        lambda *args: reference.add_rms_norm(*args, EPS),
+        *(x, residual, weight),
+    )
+
+
+class Kept:
+    """Attention that gives back what it is asked with."""
+
+    def attend(self, layer, q, k, v):
+        return torch.cat([q.flatten(1), k.flatten(1), v.flatten(1)], 1)
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("tokens", "heads", "groups", "dim"), [(1, 1, 1, 8), (9, 6, 2, 16), (70, 4, 4, 20)])
+def test_rotations(tokens, heads, groups, dim, normed):
+    q, k, v = draw(tokens, heads, dim), draw(tokens, groups, dim, seed=1), draw(tokens, groups, dim, seed=2)
+    angle = draw(tokens, 1, dim // 2, seed=3)
+    cos = torch.cat([angle.cos()] * 2, -1)
+    sin = torch.cat([-angle.sin(), angle.sin()], -1)
+    weights = [draw(dim, seed=4), draw(dim, seed=5)] if normed else []
+
+    def by(ops):
+        return lambda q, k, v, *norms: ops.attention(
+            q, k, v, Rotation(cos, sin, *(norms or (None, None)), EPS), 0, Kept()
+        )
+
+    assert_alike(by(trained), by(reference), q, k, v, *weights)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 700), (40, 129)])
+def test_gates(shape):
+    assert_alike(trained.gated_silu, reference.gated_silu, draw(*shape), draw(*shape, seed=1))
+
+
+@pytest.mark.parametrize("rows", [None, 4])
+@pytest.mark.parametrize(("tokens", "width", "vocabulary"), [(1, 4, 5), (11, 8, 300), (6, 16, 5000)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "each"])
+def test_heads(tokens, width, vocabulary, temperature, rows):
+    hidden, head = draw(tokens, width), draw(vocabulary, width, seed=1)
+    targets = torch.arange(tokens, device=DEVICE) * 7 % vocabulary
+    at = 0.5 + draw(tokens, seed=2).abs() if temperature == "each" else temperature
+    assert_alike(
+        lambda *args: trained.token_logprobs(*args, targets, at, chunk_rows=rows),
+        lambda *args: token_logprobs(*args, targets, at, chunk_rows=rows),
+        *(hidden, head),
+    )
+
+
+def test_gradients_that_are_one_number_for_all_rows_are_no_trouble():
+    def sums(ops):
+        def call(x, weight, head):
+            normed = ops.rms_norm(x, weight, EPS)
+            logprobs, entropy = ops.token_logprobs(
+                normed, head, torch.zeros(len(x), dtype=torch.long, device=DEVICE)
+            )
+            more = ops.rms_norm(x, weight, EPS).sum() + ops.gated_silu(x, normed).sum()
+            return (logprobs.sum() + entropy.sum() + more)[None]
+
+        return call
+
+    assert_alike(sums(trained), sums(reference), draw(5, 8), draw(8, seed=1), draw(30, 8, seed=2))
+
+
+def test_large_logits_stay_finite():
+    hidden = torch.tensor([[1000.0], [-1000.0]], device=DEVICE)
+    head = torch.tensor([[1.0], [0.5], [-1.0]], device=DEVICE)
+    logprobs, entropy = trained.token_logprobs(hidden, head, torch.tensor([0, 0], device=DEVICE))
+    assert logprobs.tolist() == pytest.approx([0.0, -2000.0])
+    assert entropy.tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
+
+
+def test_a_whole_model_has_the_reference_s_gradients():
+    config = ModelConfig.from_hf(
+        {
+            "model_type": "qwen3", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 40,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "max_position_embeddings": 64, "tie_word_embeddings": True, "rms_norm_eps": EPS,
+        }
+    )  # fmt: skip
+    tokens = torch.arange(23, device=DEVICE) * 5 % 40
+    context = PackedContext([9, 3, 11], DEVICE)
+    found = []
+    torch.manual_seed(0)
+    model = CausalLM(config).to(DEVICE)
+    for ops in (reference, trained):
+        model.use(ops).zero_grad()
+        hidden = model(tokens, context.positions, context)
+        logprobs, entropy = ops.token_logprobs(hidden, model.head_weight, tokens.roll(-1))
+        (logprobs.sum() + 0.1 * entropy.sum()).backward()
+        found.append({name: p.grad.clone() for name, p in model.named_parameters()})
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-4, atol=1e-5)
