@@ -9,8 +9,13 @@ have their Hugging Face names. Shape letters: T tokens, D hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import ConfigError
 from headrace.models.attention import AttentionContext
@@ -97,13 +102,16 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config, layer, ops) for layer in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size)
         self.rotary = Rotary(config)
+        self.recompute = False
+        """Whether a layer keeps its input alone for the backward pass, and computes the rest again."""
 
     def forward(self, tokens_t: Tensor, positions_t: Tensor, context: AttentionContext) -> Tensor:
         x_td = self.embed_tokens(tokens_t)
         cos, sin = self.rotary.tables(positions_t, x_td.dtype)
         residual_td: Tensor | None = None
         for layer in self.layers:
-            x_td, residual_td = layer(x_td, residual_td, cos, sin, context)
+            run = _again(layer) if self.recompute and torch.is_grad_enabled() else layer
+            x_td, residual_td = run(x_td, residual_td, cos, sin, context)
         assert residual_td is not None  # there is at least one layer
         return self.ops.add_rms_norm(x_td, residual_td, self.norm.weight, self.eps)[0]
 
@@ -157,6 +165,16 @@ class CausalLM(nn.Module):
         weight = source.weight
         assert isinstance(weight, Tensor)
         return weight
+
+
+def _again(layer: nn.Module) -> Callable[..., Any]:
+    """The layer, with the parameters of now also when it is computed again: a `functional_call` may be over then."""
+    weights: dict[str, Tensor] = dict(layer.named_parameters())
+
+    def run(*inputs: Any) -> Any:
+        return functional_call(layer, weights, inputs)
+
+    return lambda *inputs: checkpoint(run, *inputs, use_reentrant=False)
 
 
 def project(ops: Ops, x: Tensor, layer: nn.Module) -> Tensor:

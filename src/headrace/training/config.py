@@ -127,6 +127,9 @@ class TrainingConfig(Config):
     """None: all weights are trained."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
     """Most tokens, prompts included, in one forward-backward pass."""
+    recompute: bool = False
+    """Keep each layer's input alone for the backward pass and compute the rest again: less memory, one
+    forward pass more. For the native back end."""
     share_prefixes: bool = True
     """Compute what sequences begin with in common, as a group's prompt, once. For the native back end; log-probs
     change within rounding."""
@@ -170,6 +173,12 @@ class TrainingConfig(Config):
                 'set training.numerics = "fast" or training.backend = "native"',
             )
         self._check_signals()
+        if self.recompute and self.backend != "native":
+            raise ConfigError(
+                'training.recompute needs training.backend = "native"',
+                self.backend,
+                "set training.recompute = false",
+            )
         if self.kernels == "fused" and (self.numerics == "exact" or self.backend != "native"):
             raise ConfigError(
                 'training.kernels = "fused" is for training.backend = "native" and training.numerics = "fast"',

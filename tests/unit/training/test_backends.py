@@ -16,6 +16,7 @@ from headrace.records import Batch
 from headrace.training.backends.base import Backend
 from headrace.training.backends.native import NativeBackend
 from headrace.training.backends.transformers import TransformersBackend
+from headrace.training.config import LoraConfig
 
 VOCAB = 32
 FOREIGN: dict[str, Callable[[], transformers.PretrainedConfig]] = {
@@ -161,3 +162,25 @@ def test_a_saved_model_is_the_trained_one_with_its_tokenizer(tmp_path: Path, kin
 def test_a_folder_transformers_cannot_load_is_refused_with_its_name(tmp_path: Path) -> None:
     with pytest.raises(ModelFolderError, match=str(tmp_path)):
         TransformersBackend(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_activations_computed_again_give_the_very_gradients(tmp_path: Path, dtype: torch.dtype, lora) -> None:
+    folder, packed = tiny_model(tmp_path, "qwen3"), packed_of(mixed_batch())
+    found, kept = [], []
+    for recompute in (False, True):
+        backend = NativeBackend(folder, dtype=dtype, lora=lora, recompute=recompute)
+        kept.append(0)
+
+        def count(tensor: torch.Tensor) -> torch.Tensor:
+            kept[-1] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor):
+            logprobs, entropy = backend.token_logprobs(packed)
+        (logprobs.sum() + entropy.sum()).backward()
+        found.append({name: p.grad for name, p in backend.parameters().items()})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    assert any(gradient.abs().max() > 0 for gradient in found[1].values())
+    assert kept[1] < 0.5 * kept[0]

@@ -109,6 +109,7 @@ def open_backend(
             lora=config.lora,
             seed=seed,
             frozen=frozen,
+            recompute=config.recompute,
         )
     from headrace.training.backends.transformers import TransformersBackend
 

@@ -38,6 +38,7 @@ class NativeBackend:
         lora: LoraConfig | None = None,
         seed: int = 0,
         frozen: bool = False,
+        recompute: bool = False,
     ):
         self.device = torch.device(device)
         self._folder = Path(folder)
@@ -45,6 +46,7 @@ class NativeBackend:
         self._share_prefixes = share_prefixes
         kept = dtype if frozen or lora is not None else torch.float32
         self._model = load_model(folder, dtype=kept, device=self.device, ops=ops)
+        self._model.model.recompute = recompute
         self._adapter: Adapter | None = None
         self._inside = self._parameters = dict(self._model.named_parameters())
         if frozen:
