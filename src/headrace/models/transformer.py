@@ -168,7 +168,7 @@ class CausalLM(nn.Module):
 
 
 def _again(layer: nn.Module) -> Callable[..., Any]:
-    """The layer, with the parameters of now also when it is computed again: a `functional_call` may be over then."""
+    """The layer, with the parameters of now also when it is computed again: a `functional_call` may be over."""
     weights: dict[str, Tensor] = dict(layer.named_parameters())
 
     def run(*inputs: Any) -> Any:

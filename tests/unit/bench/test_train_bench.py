@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from headrace.bench.train import prefix, run
 from headrace.cli.bench import BENCHMARKS
+from headrace.errors import ConfigError
 
 
 def test_a_shared_prompt_is_computed_once_with_the_same_gradient() -> None:
@@ -19,10 +22,20 @@ def test_its_figures_are_the_rows(monkeypatch) -> None:
     monkeypatch.setattr(prefix, "Work", lambda: TINY)
     found = run(device="cpu", rounds=1)
     assert BENCHMARKS["train"] == "headrace.bench.train:run"
+    step, group = found["rows"]
     assert found["figures"] == {
-        "prefix_tree_speedup": found["rows"][0]["speedup"],
-        "prefix_tree_token_saving": found["rows"][0]["token_saving"],
+        "over_transformers_eager_tiny": step["over_transformers"],
+        "prefix_tree_speedup": group["speedup"],
+        "prefix_tree_token_saving": group["token_saving"],
     }
+    assert step["tokens"] == 2 * 2 * 15
+    assert step["mfu"] is None, "there is no data sheet for a CPU"
+    assert step["over_transformers"] == step["transformers_step_ms"] / step["step_ms"]
+
+
+def test_an_unknown_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match="known: step, prefix"):
+        run(parts="stpe")
 
 
 TINY = prefix.Work(episodes=2, prompt=32, completion=4)

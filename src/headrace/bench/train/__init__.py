@@ -1,6 +1,9 @@
 """`headrace bench train`: training steps on this machine.
 
-prefix.py      a group's shared prompt computed once, beside the same step without
+    speed.py       whole steps beside the device's arithmetic and beside transformers
+    prefix.py      a group's shared prompt computed once, beside the same step without
+
+Each part can be run alone: `--set parts=prefix`. On a CPU the shape is `tiny` unless others are asked for.
 """
 
 from __future__ import annotations
@@ -8,11 +11,37 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.bench import result
-from headrace.bench.train import prefix
+from headrace.bench.engine import drive
+from headrace.bench.train import prefix, speed
+from headrace.errors import ConfigError
+
+PARTS = ("step", "prefix")
 
 
-def run(device: str = "auto", rounds: int = prefix.ROUNDS, seed: int = 0) -> dict[str, Any]:
-    """On the CPU a small model in float32, on a GPU the 0.6B shape in bfloat16."""
-    row = prefix.measure(device, rounds=rounds, seed=seed)
-    figures = {"prefix_tree_speedup": row["speedup"], "prefix_tree_token_saving": row["token_saving"]}
-    return result("train", [row], figures)
+def run(
+    parts: str = ",".join(PARTS),
+    shapes: str = "",
+    device: str = "auto",
+    kernels: str = "reference",
+    rounds: int = prefix.ROUNDS,
+) -> dict[str, Any]:
+    """Those of the parts that are asked for. `kernels` is the trainer's; `rounds` are of the prefix part."""
+    wanted = [part.strip() for part in str(parts).split(",")]
+    for part in wanted:
+        if part not in PARTS:
+            raise ConfigError("a part of bench train is one of those known", part, f"known: {', '.join(PARTS)}")
+    on_gpu = drive.device_of(device).type == "cuda"
+    rows: list[dict[str, Any]] = []
+    figures: dict[str, float] = {}
+    if "step" in wanted:
+        for shape in (shapes or ("0.6b,8b" if on_gpu else "tiny")).split(","):
+            row = speed.measure(shape.strip(), device, kernels=kernels)
+            rows.append(row)
+            named = {"mfu": row["mfu"], "peak_gib": row["peak_gib"]}
+            named["over_transformers_eager"] = row.get("over_transformers")
+            figures |= {f"{name}_{shape.strip()}": value for name, value in named.items() if value is not None}
+    if "prefix" in wanted:
+        row = prefix.measure(device, rounds=rounds)
+        rows.append(row)
+        figures |= {"prefix_tree_speedup": row["speedup"], "prefix_tree_token_saving": row["token_saving"]}
+    return result("train", rows, figures)
