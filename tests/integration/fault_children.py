@@ -220,6 +220,8 @@ def trainer(sock: socket.socket, descriptors: dict[str, Any], options: dict[str,
 class _StandIn:
     """A trainer whose step is: other weights, under the next number."""
 
+    between = False
+
     def __init__(self, payload: str, device: torch.device):
         self.adapter, self._of = (ADAPTER, adapter) if payload == "adapter" else (None, weights)
         self._at_rest = threading.Lock()
