@@ -68,7 +68,7 @@ class Work:
 
 
 QUICKSTART = Work("quickstart")
-ON_GPU = Work("0.6b", groups=2, prompt=256, completion=512, blocks=4)
+ON_GPU = Work("0.6b", groups=2, prompt=256, completion=512, blocks=12)
 TINY = Work("quickstart", groups=2, group_size=4, running=4, blocks=2)
 TINY_ON_GPU = Work("tiny", groups=2, group_size=4, running=4, blocks=2)
 
@@ -94,7 +94,8 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
         await publish(0)
         requests = _requests(work, vocabulary, seed)
         batch = await _batch(work, engine, requests, seed)
-        load = [asyncio.create_task(_generate(engine, requests)) for _ in range(work.running)]
+        firsts = (1 + place * work.completion // work.running for place in range(work.running))
+        load = [asyncio.create_task(_generate(engine, requests, first)) for first in firsts]
         number = 0
         published: list[Published] = []
 
@@ -166,7 +167,9 @@ def _requests(work: Work, vocabulary: int, seed: int) -> itertools.chain[SampleR
     return itertools.chain(made())
 
 
-async def _generate(engine: RemoteEngine, requests: Any) -> None:
+async def _generate(engine: RemoteEngine, requests: Any, first: int) -> None:
+    """One after another. Each task's first has another length, so that the load is always the same."""
+    await engine.sample(msgspec.structs.replace(next(requests), max_tokens=first))
     while True:
         await engine.sample(next(requests))
 
