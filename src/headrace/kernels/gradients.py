@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels.norm import as_rows
+
 PROGRAMS = 1024
 """Of those that add up a weight's gradient: each takes every so manieth row."""
 TILE = 2048
@@ -88,8 +90,9 @@ def _rotate_gradient(
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, HALF)[None, :]
-    part_first = tl.zeros((1, HALF), tl.float32)
-    part_second = tl.zeros((1, HALF), tl.float32)
+    # Added up over rows at the end alone: within the loop warps would wait for each other.
+    part_first = tl.zeros((ROWS, HALF), tl.float32)
+    part_second = tl.zeros((ROWS, HALF), tl.float32)
     for block in range(program, blocks, PROGRAMS):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         real = (rows < count) & (columns < D // 2)
@@ -110,8 +113,8 @@ def _rotate_gradient(
             scale = tl.rsqrt(tl.sum(squares, axis=1) / D + eps)[:, None]
             value_first *= scale
             value_second *= scale
-            part_first += tl.sum(first * value_first, axis=0)[None, :]
-            part_second += tl.sum(second * value_second, axis=0)[None, :]
+            part_first += first * value_first
+            part_second += second * value_second
             known = columns < D // 2
             first *= tl.load(weight + columns, mask=known, other=0.0).to(tl.float32)
             second *= tl.load(weight + columns + D // 2, mask=known, other=0.0).to(tl.float32)
@@ -123,27 +126,34 @@ def _rotate_gradient(
         tl.store(target + D // 2, second.to(out.dtype.element_ty), mask=real)
     if NORM:
         place = parts + program.to(tl.int64) * D + columns
-        tl.store(place, part_first, mask=columns < D // 2)
-        tl.store(place + D // 2, part_second, mask=columns < D // 2)
+        tl.store(place, tl.sum(part_first, axis=0)[None, :], mask=columns < D // 2)
+        tl.store(place + D // 2, tl.sum(part_second, axis=0)[None, :], mask=columns < D // 2)
 
 
 def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, of up), of `gate.gated_silu`. All are contiguous."""
-    grad_gate, grad_up = torch.empty_like(gate), torch.empty_like(up)
-    grid = (triton.cdiv(gate.numel(), BLOCK),)
-    _gate_gradient[grid](gate, up, grad, grad_gate, grad_up, gate.numel(), BLOCK=BLOCK, num_warps=4)
+    """(gradient of gate, of up), of `gate.gated_silu`; both contiguous, in gate's shape."""
+    gate_rows, up_rows, grad_rows = as_rows(gate), as_rows(up), as_rows(grad)
+    count, width = gate_rows.shape
+    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    strides = gate_rows.stride(0), up_rows.stride(0), grad_rows.stride(0)
+    _gate_gradient[(count, triton.cdiv(width, BLOCK))](
+        gate_rows, up_rows, grad_rows, grad_gate, grad_up, width, *strides, BLOCK=BLOCK, num_warps=4
+    )
     return grad_gate, grad_up
 
 
-@triton.jit(do_not_specialize=["count"])
-def _gate_gradient(gate, up, grad, grad_gate, grad_up, count, BLOCK: tl.constexpr):
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = places < count
-    value = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-    factor = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-    given = tl.load(grad + places, mask=real, other=0.0).to(tl.float32)
+@triton.jit
+def _gate_gradient(
+    gate, up, grad, grad_gate, grad_up, width, gate_stride, up_stride, grad_stride, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = columns < width
+    value = tl.load(gate + row * gate_stride + columns, mask=real, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + columns, mask=real, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * grad_stride + columns, mask=real, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-value))
     dtype = grad_gate.dtype.element_ty
-    tl.store(grad_up + places, (given * value * share).to(dtype), mask=real)
+    tl.store(grad_up + row * width + columns, (given * value * share).to(dtype), mask=real)
     slope = share * (1.0 + value * (1.0 - share))
-    tl.store(grad_gate + places, (given * factor * slope).to(dtype), mask=real)
+    tl.store(grad_gate + row * width + columns, (given * factor * slope).to(dtype), mask=real)

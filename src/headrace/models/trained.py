@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from headrace.kernels import gate, gradients, head, norm, rotate
 from headrace.models.attention import AttentionContext
@@ -20,6 +22,11 @@ CHUNK_BYTES = 2**29
 
 class TrainedOps(ReferenceOps):
     """`ReferenceOps` with fewer passes over memory, forward and backward, and the same rounding forward."""
+
+    def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
+        if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
+            return super().linears(x, layers)
+        return list(_Linears.apply(x, *(layer.weight for layer in layers)))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         found: Tensor = _Norm.apply(x, weight, eps)
@@ -66,6 +73,26 @@ def _rows_at_once(rows: int, vocabulary: int, device: torch.device) -> int:
         if rows * row_bytes <= room:
             return max(1, rows)
     return max(1, CHUNK_BYTES // row_bytes)
+
+
+class _Linears(torch.autograd.Function):
+    """Several products of one input, whose gradient is added up within the products."""
+
+    @staticmethod
+    def forward(ctx: Any, x_td: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x_td, *weights)
+        return tuple(F.linear(x_td, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x_td, *weights = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0] @ weights[0]
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                grad_x.addmm_(grad, weight)
+        wanted = zip(ctx.needs_input_grad[1:], grads, strict=True)
+        return grad_x, *(grad.t() @ x_td if wants else None for wants, grad in wanted)
 
 
 class _Norm(torch.autograd.Function):
@@ -136,8 +163,8 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        gate_rows, up = (x.contiguous() for x in ctx.saved_tensors)
-        return gradients.gate_gradient(gate_rows, up, grads[0].contiguous())
+        gate_rows, up = ctx.saved_tensors
+        return gradients.gate_gradient(gate_rows, up, grads[0])
 
 
 class _Head(torch.autograd.Function):
@@ -162,7 +189,7 @@ class _Head(torch.autograd.Function):
         hidden_td, head_vd, targets_t, temperature_t, entropy_t, total_t, kept = ctx.saved_tensors
         given = [grad.contiguous() for grad in grads]
         grad_hidden = torch.empty_like(hidden_td)
-        grad_head = torch.zeros_like(head_vd, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        grad_head: Tensor | None = None
         for start in range(0, len(targets_t), ctx.rows):
             part = slice(start, start + ctx.rows)
             logits = head_logits(hidden_td[part], head_vd) if kept is None else kept
@@ -170,6 +197,7 @@ class _Head(torch.autograd.Function):
             grad_logits = head.logits_gradient(logits, *columns, dtype=head_vd.dtype)
             del logits
             grad_hidden[part] = grad_logits @ head_vd
-            if grad_head is not None:
-                grad_head.add_(grad_logits.t() @ hidden_td[part])
+            if ctx.needs_input_grad[1]:
+                added = grad_logits.t() @ hidden_td[part]
+                grad_head = added if grad_head is None else grad_head.float().add_(added)
         return grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype), None, None, None

@@ -142,9 +142,9 @@ class TrainingConfig(Config):
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
-    kernels: Literal["reference", "fused"] = "reference"
-    """`fused`: norms, rotations, gates and the head's log-probs by Triton kernels, forward and backward; for the
-    native back end on a CUDA device. `reference`: plain PyTorch."""
+    kernels: Literal["fused", "reference"] = "fused"
+    """On CUDA, for the native back end with fast numerics: Triton kernels, forward and backward, or plain PyTorch.
+    Elsewhere always plain PyTorch."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""
@@ -178,12 +178,6 @@ class TrainingConfig(Config):
                 'training.recompute needs training.backend = "native"',
                 self.backend,
                 "set training.recompute = false",
-            )
-        if self.kernels == "fused" and (self.numerics == "exact" or self.backend != "native"):
-            raise ConfigError(
-                'training.kernels = "fused" is for training.backend = "native" and training.numerics = "fast"',
-                f"{self.backend}, {self.numerics}",
-                'set training.kernels = "reference"',
             )
         if self.numerics == "exact" and self.lora is not None:
             raise ConfigError(

@@ -36,6 +36,21 @@ def assert_alike(call, other, *inputs: torch.Tensor) -> None:
         torch.testing.assert_close(one, another, rtol=2e-5, atol=2e-5)
 
 
+def test_projections_of_one_input():
+    layers = [torch.nn.Linear(12, width, bias=False) for width in (7, 1, 20)]
+
+    def by(ops):
+        def call(x, *weights):
+            for layer, weight in zip(layers, weights, strict=True):
+                layer._parameters["weight"] = weight
+            return tuple(ops.linears(x, layers))
+
+        return call
+
+    weights = [draw(layer.out_features, 12, seed=layer.out_features) for layer in layers]
+    assert_alike(by(trained), by(reference), draw(9, 12), *weights)
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 80), (1300, 33)])
 def test_norms(rows, width):
     x, residual, weight = draw(rows, width), draw(rows, width, seed=1), draw(width, seed=2)
@@ -76,6 +91,11 @@ def test_rotations(tokens, heads, groups, dim, normed):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 700), (40, 129)])
 def test_gates(shape):
     assert_alike(trained.gated_silu, reference.gated_silu, draw(*shape), draw(*shape, seed=1))
+
+    def of_columns(ops):
+        return lambda both: ops.gated_silu(*both.chunk(2, -1))
+
+    assert_alike(of_columns(trained), of_columns(reference), draw(shape[0], 2 * shape[1]))
 
 
 @pytest.mark.parametrize("rows", [None, 4])

@@ -145,10 +145,38 @@ def test_bfloat16_passes_are_near_float32_and_leave_float32_gradients(tmp_path: 
 
 
 @pytest.mark.parametrize("kind", [NativeBackend, TransformersBackend])
-def test_a_saved_model_is_the_trained_one_with_its_tokenizer(tmp_path: Path, kind: type) -> None:
+@pytest.mark.parametrize("lora", [None, LoraConfig(rank=2)], ids=["full", "lora"])
+def test_bfloat16_passes_follow_every_change_of_the_parameters_and_add_their_gradients(
+    tmp_path: Path, kind: type, lora: LoraConfig | None
+) -> None:
+    folder = tiny_model(tmp_path, "qwen3", tie_word_embeddings=True, initializer_range=0.05)
+    packed = packed_of(mixed_batch())
+    backend, fresh = (kind(folder, dtype=torch.bfloat16, lora=lora) for _ in range(2))
+    before, _ = backend.token_logprobs(packed)
+    (2 * before).sum().backward()
+    with torch.no_grad():
+        for one in (backend, fresh):
+            for index, parameter in enumerate(one.parameters().values()):
+                parameter.add_(0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(index)))
+    first = {name: p.grad.clone() for name, p in backend.parameters().items()}
+    after, _ = backend.token_logprobs(packed)
+    expected, _ = fresh.token_logprobs(packed)
+    assert not torch.equal(before, after)
+    assert torch.equal(after, expected)
+    after.sum().backward()
+    expected.sum().backward()
+    for name, parameter in backend.parameters().items():
+        assert torch.equal(parameter.grad, first[name] + fresh.parameters()[name].grad), name
+
+
+@pytest.mark.parametrize("kind", [NativeBackend, TransformersBackend])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_model_is_the_trained_one_with_its_tokenizer(
+    tmp_path: Path, kind: type, dtype: torch.dtype
+) -> None:
     folder = tiny_model(tmp_path / "model", "qwen3", tie_word_embeddings=True)
     (folder / "tokenizer.json").write_text("{}")
-    backend = kind(folder)
+    backend = kind(folder, dtype=dtype)
     with torch.no_grad():
         for parameter in backend.parameters().values():
             parameter.mul_(1.5)
@@ -157,6 +185,9 @@ def test_a_saved_model_is_the_trained_one_with_its_tokenizer(tmp_path: Path, kin
     again = NativeBackend(tmp_path / "saved")
     for name, parameter in backend.parameters().items():
         assert torch.equal(parameter, again.parameters()[name]), name
+    packed = packed_of(mixed_batch())
+    now, saved = (one.token_logprobs(packed)[0] for one in (backend, kind(tmp_path / "saved", dtype=dtype)))
+    assert torch.equal(now, saved)
 
 
 def test_a_folder_transformers_cannot_load_is_refused_with_its_name(tmp_path: Path) -> None:

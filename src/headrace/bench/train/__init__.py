@@ -22,7 +22,7 @@ def run(
     parts: str = ",".join(PARTS),
     shapes: str = "",
     device: str = "auto",
-    kernels: str = "reference",
+    kernels: str = "fused",
     rounds: int = prefix.ROUNDS,
 ) -> dict[str, Any]:
     """Those of the parts that are asked for. `kernels` is the trainer's; `rounds` are of the prefix part."""

@@ -35,7 +35,7 @@ class Work:
     """Of a micro-batch."""
     prompt: int = 256
     completion: int = 768
-    micro_batches: int = 2
+    micro_batches: int = 4
     steps: int = 4
     """Timed, after two that are not."""
 
@@ -45,7 +45,7 @@ class Work:
         return self.micro_batches * self.sequences * (self.prompt + self.completion - 1)
 
 
-TINY = Work(sequences=2, prompt=8, completion=8, steps=1)
+TINY = Work(sequences=2, prompt=8, completion=8, micro_batches=2, steps=1)
 LORA = {"8b": LoraConfig(rank=32)}
 """Shapes whose optimizer's state would not fit beside their weights."""
 

@@ -93,18 +93,14 @@ def open_backend(
     device = resolve_device(config.device)
     dtype = getattr(torch, config.dtype)
     if config.backend == "native":
-        from headrace.models import ExactOps
         from headrace.training.backends.native import NativeBackend
 
         exact = config.numerics == "exact"
-        ops: Ops | None = ExactOps() if exact else None
-        if config.kernels == "fused":
-            ops = _fused_ops(device)
         return NativeBackend(
             model_folder,
             dtype=dtype,
             device=device,
-            ops=ops,
+            ops=_ops(config, device),
             share_prefixes=config.share_prefixes and not exact,
             lora=config.lora,
             seed=seed,
@@ -117,14 +113,17 @@ def open_backend(
     return TransformersBackend(model_folder, **how)
 
 
-def _fused_ops(device: torch.device) -> Ops:
-    if device.type != "cuda":
-        raise ConfigError(
-            'training.kernels = "fused" needs a CUDA device', device.type, 'set training.kernels = "reference"'
-        )
-    from headrace.models import TrainedOps
+def _ops(config: TrainingConfig, device: torch.device) -> Ops | None:
+    """None: the reference's."""
+    if config.numerics == "exact":
+        from headrace.models import ExactOps
 
-    return TrainedOps()
+        return ExactOps()
+    if config.kernels == "fused" and device.type == "cuda":
+        from headrace.models import TrainedOps
+
+        return TrainedOps()
+    return None
 
 
 def resolve_device(name: str) -> torch.device:

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
 from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, HEAD_AND_EMBEDDING, Adapter
+from headrace.training.backends.masters import Masters
 from headrace.training.backends.shared_prefix import MIN_SAVING, prefix_tree, tree_context
 from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
@@ -48,13 +49,15 @@ class NativeBackend:
         self._model = load_model(folder, dtype=kept, device=self.device, ops=ops)
         self._model.model.recompute = recompute
         self._adapter: Adapter | None = None
-        self._inside = self._parameters = dict(self._model.named_parameters())
+        inside = names = dict(self._model.named_parameters())
         if frozen:
             self._model.requires_grad_(False)
-            self._inside = self._parameters = {}
+            inside = names = {}
         if lora is not None:
             self._adapter = Adapter(self._model, lora, head_and_embedding=HEAD_AND_EMBEDDING, seed=seed)
-            self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
+            inside, names = self._adapter.inside, self._adapter.parameters
+        self._masters = Masters(inside, dtype)
+        self._parameters = dict(zip(names, self._masters.parameters.values(), strict=True))
         self.vocab_size = self._model.config.vocab_size
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -66,7 +69,7 @@ class NativeBackend:
     def check_hidden(self) -> None: ...
 
     def snapshot(self) -> Weights:
-        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
+        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._masters.parameters.items()}
 
     def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
@@ -79,9 +82,8 @@ class NativeBackend:
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)
-        if weights is None and self._dtype != torch.float32:
-            weights = {name: p.to(self._dtype) for name, p in self._inside.items()}
         if weights is None:
+            self._masters.cast()
             hidden_ud, head = self._model(*inputs), self._model.head_weight
         else:
             hidden_ud = functional_call(self._model, weights, inputs)
@@ -99,8 +101,9 @@ class NativeBackend:
         return nullcontext() if self._adapter is None else self._adapter.absent()
 
     def save_hf(self, folder: str | Path) -> None:
-        state = self._model if self._adapter is None else self._adapter.merged()
-        save_model(state, self._model.config, folder)
-        if self._adapter is not None:
-            self._adapter.save(Path(folder) / FOLDER, self._folder)
+        with self._masters.in_place():
+            state = self._model if self._adapter is None else self._adapter.merged()
+            save_model(state, self._model.config, folder)
+            if self._adapter is not None:
+                self._adapter.save(Path(folder) / FOLDER, self._folder)
         copy_companions(self._folder, folder)

@@ -25,6 +25,7 @@ from headrace.errors import ModelFolderError
 from headrace.models import token_logprobs
 from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, Adapter
+from headrace.training.backends.masters import Masters
 from headrace.training.config import LoraConfig
 from headrace.training.packing import Packed
 
@@ -72,21 +73,24 @@ class TransformersBackend:
         self._dtype = dtype
         self._model = model.to(self.device).eval()
         self._adapter: Adapter | None = None
-        self._inside = self._parameters = dict(self._model.named_parameters())
+        inside = names = dict(self._model.named_parameters())
         self._head: torch.nn.Module = self._model.get_output_embeddings()
         self._takes_positions = "position_ids" in inspect.signature(self._model.forward).parameters
         text = self._model.config.get_text_config()
         self.vocab_size = int(text.vocab_size)
-        self._flops_per_token = 2 * sum(p.numel() for p in self._parameters.values())
+        self._flops_per_token = 2 * sum(p.numel() for p in inside.values())
         self._flops_per_pair = 4 * text.hidden_size * text.num_hidden_layers
         self.keeps_sequences_apart = self._takes_positions and self._seen_to_keep_apart()
         self._head_is_plain = self._seen_to_have_plain_head()
         if frozen:
             self._model.requires_grad_(False)
-            self._inside = self._parameters = {}
+            inside = names = {}
         if lora is not None:
             self._adapter = Adapter(model, lora, head_and_embedding=_head_and_embedding(model), seed=seed)
-            self._inside, self._parameters = self._adapter.inside, self._adapter.parameters
+            inside, names = self._adapter.inside, self._adapter.parameters
+        self._masters = Masters(inside, dtype)
+        self._parameters = dict(zip(names, self._masters.parameters.values(), strict=True))
+        self._inside = inside
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
@@ -94,16 +98,16 @@ class TransformersBackend:
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head_is_plain:
             return self.logprobs_of(packed, *self.hidden(packed))
-        weights = self._weights()
+        self._masters.cast()
         passes, back = self._passes(packed)
         temperature, support = distribution(packed, self.device)
-        logits_nv = torch.cat([self._logits(one, weights) for one in passes]).index_select(0, back)
+        logits_nv = torch.cat([self._logits(one) for one in passes]).index_select(0, back)
         return _logprobs_of_logits(
             logits_nv.float(), to_device(packed.targets_n, self.device), temperature, support
         )
 
     def snapshot(self) -> Weights:
-        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._inside.items()}
+        return {name: p.detach().to(self._dtype, copy=True) for name, p in self._masters.parameters.items()}
 
     def check_hidden(self) -> None:
         if not self._head_is_plain:
@@ -114,7 +118,8 @@ class TransformersBackend:
             )
 
     def hidden(self, packed: Packed, weights: Weights | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        weights = self._weights() if weights is None else weights
+        if weights is None:
+            self._masters.cast()
         passes, back = self._passes(packed)
         hidden_nd = torch.cat([self._hidden(one, weights) for one in passes]).index_select(0, back)
         return hidden_nd, self._head_weight(weights)
@@ -129,14 +134,15 @@ class TransformersBackend:
         return nullcontext() if self._adapter is None else self._adapter.absent()
 
     def save_hf(self, folder: str | Path) -> None:
-        if self._adapter is None:
-            self._model.save_pretrained(str(folder))
-        else:
-            self._model.save_pretrained(str(folder), state_dict=self._adapter.merged())
-            # It states the type of the frozen weights; those it wrote are float32.
-            self._model.config.dtype = "float32"
-            self._model.config.save_pretrained(str(folder))
-            self._adapter.save(Path(folder) / FOLDER, self._folder)
+        with self._masters.in_place():
+            if self._adapter is None:
+                self._model.save_pretrained(str(folder))
+            else:
+                self._model.save_pretrained(str(folder), state_dict=self._adapter.merged())
+                # It states the type of the frozen weights; those it wrote are float32.
+                self._model.config.dtype = "float32"
+                self._model.config.save_pretrained(str(folder))
+                self._adapter.save(Path(folder) / FOLDER, self._folder)
         copy_companions(self._folder, folder)
 
     # ── Layouts ──────────────────────────────────────────────────────────────────────────────────────────
@@ -160,24 +166,19 @@ class TransformersBackend:
 
     # ── One call of the model ────────────────────────────────────────────────────────────────────────────
 
-    def _weights(self) -> dict[str, torch.Tensor] | None:
-        if self._dtype == torch.float32:
-            return None
-        return {name: p.to(self._dtype) for name, p in self._inside.items()}
-
-    def _head_weight(self, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+    def _head_weight(self, weights: Weights | None = None) -> torch.Tensor:
         own: torch.Tensor = self._head.weight  # type: ignore[assignment]
         if weights is None:
             return own
         return next((weights[name] for name, p in self._inside.items() if p is own), own)
 
-    def _logits(self, one: _Pass, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+    def _logits(self, one: _Pass) -> torch.Tensor:
         """(n, v): whatever the model makes of the chosen hidden states, scaling and soft caps included."""
         sources = to_device(one.sources, self.device)
         choose = lambda module, args: (args[0].flatten(0, 1).index_select(0, sources)[None], *args[1:])  # noqa: E731
-        return self._call(one, weights, choose)[0]
+        return self._call(one, choose)[0]
 
-    def _hidden(self, one: _Pass, weights: dict[str, torch.Tensor] | None) -> torch.Tensor:
+    def _hidden(self, one: _Pass, weights: Weights | None = None) -> torch.Tensor:
         """(n, d): what goes into the head, whose own product is spared."""
         sources = to_device(one.sources, self.device)
         caught: list[torch.Tensor] = []
@@ -186,10 +187,10 @@ class TransformersBackend:
             caught.append(args[0].flatten(0, 1).index_select(0, sources))
             return (args[0][:1, :1], *args[1:])
 
-        self._call(one, weights, catch)
+        self._call(one, catch, weights)
         return caught[0]
 
-    def _call(self, one: _Pass, weights: dict[str, torch.Tensor] | None, before_head: Any) -> torch.Tensor:
+    def _call(self, one: _Pass, before_head: Any, weights: Weights | None = None) -> torch.Tensor:
         inputs: dict[str, Any] = {"input_ids": to_device(one.tokens, self.device), "use_cache": False}
         if self._takes_positions:
             inputs["position_ids"] = to_device(one.positions, self.device)
@@ -208,8 +209,8 @@ class TransformersBackend:
         """Whether a packed second sequence gives bitwise the same whatever the first one is, and what it gives
         alone within rounding."""
         first, other, second = (np.random.default_rng(i).integers(0, self.vocab_size, 6) for i in range(3))
-        alone = self._logits(_probe(second), None)
-        beside = [self._logits(_probe(neighbour, second), None)[-len(second) :] for neighbour in (first, other)]
+        alone = self._logits(_probe(second))
+        beside = [self._logits(_probe(neighbour, second))[-len(second) :] for neighbour in (first, other)]
         scale = float(alone.abs().max())
         rounding = 1e-4 if alone.dtype == torch.float32 else 0.05
         return torch.equal(*beside) and float((beside[0] - alone).abs().max()) <= rounding * scale
@@ -222,15 +223,15 @@ class TransformersBackend:
         if weight is None or biased or all(p is not weight for p in self._model.parameters()):
             return False
         probe = _probe(np.random.default_rng(3).integers(0, self.vocab_size, 6))
-        hidden_nd = self._hidden(probe, None)
+        hidden_nd = self._hidden(probe)
         loudest = float(torch.nn.functional.linear(hidden_nd, weight).abs().max())
         # A soft cap is hard to see in small logits, and hidden by half precision's rounding.
         louder_nd = hidden_nd * (_LOUD / max(loudest, 1e-6))
         return self._head_multiplies(probe, hidden_nd) and self._head_multiplies(probe, louder_nd)
 
     def _head_multiplies(self, probe: _Pass, hidden_nd: torch.Tensor) -> bool:
-        product_nv = torch.nn.functional.linear(hidden_nd, self._head_weight(None))
-        logits_nv = self._call(probe, None, lambda module, args: (hidden_nd[None], *args[1:]))[0]
+        product_nv = torch.nn.functional.linear(hidden_nd, self._head_weight())
+        logits_nv = self._call(probe, lambda module, args: (hidden_nd[None], *args[1:]))[0]
         if logits_nv.shape != product_nv.shape:
             return False
         rounding = 1e-5 if logits_nv.dtype == torch.float32 else 0.02

@@ -1,0 +1,72 @@
+"""Float32 parameters of a model that computes in another dtype.
+
+masters, float32 ──── cast before each pass ────▶ the model's own parameters
+       ▲                                                    │
+       └──── added to, in float32, as they come ──── gradients
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+
+class Masters:
+    """Of a model's float32 parameters, which are of `dtype` from here on. Where that is float32 they stay as they
+    are, and are their own masters."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype):
+        self.parameters: dict[str, nn.Parameter] = dict(parameters)
+        """The masters, under the names given: what an optimizer changes."""
+        self._own: list[nn.Parameter] = []
+        if dtype == torch.float32:
+            return
+        for name, parameter in parameters.items():
+            self.parameters[name] = nn.Parameter(parameter.data)
+            parameter.data = parameter.data.to(dtype)
+            parameter.register_post_accumulate_grad_hook(_hand_over(self.parameters[name]))
+            self._own.append(parameter)
+
+    def cast(self) -> None:
+        """The next pass is to compute with what the masters are now."""
+        if self._own:
+            self._casts()
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it the model's own parameters are the masters, to be saved."""
+        cast = [parameter.data for parameter in self._own]
+        try:
+            for parameter, master in zip(self._own, self.parameters.values(), strict=bool(self._own)):
+                parameter.data = master.data
+            yield
+        finally:
+            for parameter, data in zip(self._own, cast, strict=True):
+                parameter.data = data
+
+    @cached_property
+    def _casts(self) -> Callable[[], None]:
+        # Of `data`: a pass whose backward is still to come has the same numbers, and need not know.
+        ends = [p.data for p in self._own], [master.data for master in self.parameters.values()]
+        if self._own[0].is_cuda:
+            from headrace.kernels.cast import Casts
+
+            if all(map(Casts.possible, *ends)):
+                return Casts(ends[1], ends[0]).run
+        return lambda: torch._foreach_copy_(*ends)
+
+
+def _hand_over(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def hand_over(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        if master.grad is None:
+            master.grad = parameter.grad.float()
+        else:
+            master.grad.add_(parameter.grad)
+        parameter.grad = None
+
+    return hand_over
