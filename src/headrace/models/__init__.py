@@ -16,6 +16,7 @@
     joined.py                   weights side by side in memory
     rope.py, transformer.py     the model itself, over those operations
     io.py                       from and to folders
+    device.py                   from the host to where a pass computes
 
 Importing this package imports no torch; the names below load their module when first used.
 """
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
         masked_attention,
     )
     from headrace.models.config import ModelConfig
+    from headrace.models.device import upload
     from headrace.models.divergence import Said, divergences
     from headrace.models.exact import ExactOps
     from headrace.models.exact_paged import InvariantContext
@@ -64,6 +66,7 @@ _HOME = {
     "causal_attention": "attention",
     "group_by_length": "attention",
     "masked_attention": "attention",
+    "upload": "device",
     "Said": "divergence",
     "divergences": "divergence",
     "TrainedOps": "trained",
@@ -136,6 +139,7 @@ __all__ = [
     "side_by_side",
     "to_float8",
     "token_logprobs",
+    "upload",
 ]
 
 

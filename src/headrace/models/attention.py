@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.models.device import upload
+
 if TYPE_CHECKING:
     from headrace.models.ops import Rotation
 
@@ -116,11 +118,12 @@ class PackedContext:
             sources.append(torch.minimum(source, last).flatten())
             self._buckets.append(_Bucket(len(members), longest))
             filled += source.numel()
-        self._source = torch.cat(sources).to(device)
         # Equal lengths: the batch already is the bucket, in order.
         self._already_padded = len(self._buckets) == 1 and filled == self.num_tokens
-        self._padded_place = padded_place.to(device)
-        self.positions: Tensor = torch.cat([torch.arange(n) for n in lengths]).to(device)
+        if not self._already_padded:
+            self._source = upload(torch.cat(sources), device)
+            self._padded_place = upload(padded_place, device)
+        self.positions: Tensor = upload(torch.cat([torch.arange(n) for n in lengths]), device)
         """Each token's place in its own sequence (T,): the positions a forward pass over this batch wants."""
 
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:

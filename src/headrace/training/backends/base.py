@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ConfigError
-from headrace.models import Ops
+from headrace.models import Ops, upload
 from headrace.training.config import TrainingConfig
 from headrace.training.packing import Packed
 
@@ -137,7 +137,7 @@ def resolve_device(name: str) -> torch.device:
 
 def to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """The array as a tensor on `device`; on the CPU it shares the array's memory."""
-    return torch.from_numpy(array).to(device)
+    return upload(torch.from_numpy(array), device)
 
 
 def distribution(

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.models import PackedContext, causal_attention, group_by_length, masked_attention
+from headrace.models import PackedContext, causal_attention, group_by_length, masked_attention, upload
 
 # Below this saving the gathers cost more than they spare.
 MIN_SAVING = 0.1
@@ -94,8 +94,8 @@ class SpreadContext:
 
     def __init__(self, sequences: PackedContext, tree: PrefixTree, device: torch.device):
         self._sequences = sequences
-        self._nodes_t = torch.from_numpy(tree.nodes_t).to(device)
-        self._tokens_u = torch.from_numpy(tree.tokens_u).to(device)
+        self._nodes_t = upload(torch.from_numpy(tree.nodes_t), device)
+        self._tokens_u = upload(torch.from_numpy(tree.tokens_u), device)
 
     def attend(self, layer: int, q_uhd: Tensor, k_uhd: Tensor, v_uhd: Tensor) -> Tensor:
         spread = (x.index_select(0, self._nodes_t) for x in (q_uhd, k_uhd, v_uhd))
@@ -118,9 +118,9 @@ class BranchContext:
                 own = branch.path[shared:]
                 place_u[own] = row[: len(own)]
             sees = torch.ones(queries, shared + queries, dtype=torch.bool, device=device).tril(shared)
-            self._calls.append(_Call(torch.from_numpy(paths).to(device), shared, sees if shared else None))
+            self._calls.append(_Call(upload(torch.from_numpy(paths), device), shared, sees if shared else None))
             filled += rows.size
-        self._place_u = torch.from_numpy(place_u).to(device)
+        self._place_u = upload(torch.from_numpy(place_u), device)
 
     def attend(self, layer: int, q_uhd: Tensor, k_ugd: Tensor, v_ugd: Tensor) -> Tensor:
         outputs = [call.attend(q_uhd, k_ugd, v_ugd) for call in self._calls]
