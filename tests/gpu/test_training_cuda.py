@@ -101,7 +101,8 @@ def test_teachers_references_and_several_updates_run_there(tmp_path: Path, kerne
     assert all(np.isfinite(list(one.values())).all() for one in found)
 
 
-def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path, dtype: torch.dtype) -> None:
     folder = tiny_model(tmp_path, "qwen3", **SHAPE)
     draw = np.random.default_rng(0)
     prompt = draw.integers(0, 4000, 256).astype(np.int32)
@@ -110,9 +111,14 @@ def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path) -> None:
         e.with_(turns=(msgspec.structs.replace(e.turns[0], context=prompt),), id=e.id) for e in batch.episodes
     ]
     packed = pack(training_sequences(batch_of(episodes, batch.advantages.tolist(), group_size=8)))
-    shared, whole = (gradients(folder, packed, share_prefixes=share)[1] for share in (True, False))
-    for name, gradient in whole.items():
-        torch.testing.assert_close(shared[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
+    exact = gradients(folder, packed, share_prefixes=False)[1]
+    shared, whole = (gradients(folder, packed, share_prefixes=share, dtype=dtype)[1] for share in (True, False))
+    for name, gradient in exact.items():
+        if dtype == torch.float32:
+            torch.testing.assert_close(shared[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
+        else:
+            away, usual = ((one[name] - gradient).norm() / gradient.norm() for one in (shared, whole))
+            assert away < 1.5 * usual + 1e-3, name
 
 
 def test_exactness_survives_fifty_steps(tmp_path: Path) -> None:

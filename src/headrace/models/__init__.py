@@ -8,6 +8,7 @@
     adapted.py                  the same with LoRA adapters, each token with its own
     exact.py, exact_*.py        the same with the same bits in training and in the engine
     attention.py                what a token attends to: packed sequences, or one with a kept cache
+    ragged.py                   attention of sequences of any lengths in one call
     quantized.py                FP8: rows with a scale each, and the operations by definition
     quantized_fused.py          the same on CUDA
     trained.py                  kernels that can be differentiated, for training
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from headrace.models.paged import PagedContext
     from headrace.models.quantized import Fp8Ops, QuantizedRows, quantize_rows, quantize_together, to_float8
     from headrace.models.quantized_fused import FusedFp8Ops
+    from headrace.models.ragged import Ragged, has_kernel, ragged_attention
     from headrace.models.rope_config import RopeConfig
     from headrace.models.shapes import parameter_count, parameter_shapes
     from headrace.models.trained import TrainedOps
@@ -93,6 +95,9 @@ _HOME = {
     "Ops": "ops",
     "ReferenceOps": "ops",
     "Rotation": "ops",
+    "Ragged": "ragged",
+    "has_kernel": "ragged",
+    "ragged_attention": "ragged",
     "RopeConfig": "rope_config",
     "parameter_count": "shapes",
     "parameter_shapes": "shapes",
@@ -115,6 +120,7 @@ __all__ = [
     "PackedContext",
     "PagedContext",
     "QuantizedRows",
+    "Ragged",
     "ReferenceOps",
     "RopeConfig",
     "Rotation",
@@ -126,6 +132,7 @@ __all__ = [
     "check_folder",
     "divergences",
     "group_by_length",
+    "has_kernel",
     "join",
     "joined_names",
     "load_model",
@@ -134,6 +141,7 @@ __all__ = [
     "parameter_shapes",
     "quantize_rows",
     "quantize_together",
+    "ragged_attention",
     "random_model",
     "save_model",
     "side_by_side",

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headrace.models.device import upload
+from headrace.models.ragged import Ragged, has_kernel, ragged_attention
 
 if TYPE_CHECKING:
     from headrace.models.ops import Rotation
@@ -87,7 +88,8 @@ class PackedContext:
     """Sequences laid end to end, each attending causally to itself alone. Differentiable; keeps nothing.
 
     Sequences of similar length share one padded attention call. Padding stands after the real tokens, where
-    causality already hides it, so no mask is needed.
+    causality already hides it, so no mask is needed. Where there is a kernel for sequences of all lengths it takes
+    those that are not all alike: for equal ones the other is faster.
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu"):
@@ -120,6 +122,7 @@ class PackedContext:
             filled += source.numel()
         # Equal lengths: the batch already is the bucket, in order.
         self._already_padded = len(self._buckets) == 1 and filled == self.num_tokens
+        self._ragged = Ragged.of(lengths, lengths, device)
         if not self._already_padded:
             self._source = upload(torch.cat(sources), device)
             self._padded_place = upload(padded_place, device)
@@ -129,6 +132,8 @@ class PackedContext:
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         if self._already_padded:
             return self._attend_bucket(self._buckets[0], q_thd, k_tgd, v_tgd)
+        if has_kernel(q_thd.device, q_thd.dtype):
+            return ragged_attention(q_thd, k_tgd, v_tgd, self._ragged)
         sizes = [bucket.sequences * bucket.length for bucket in self._buckets]
         queries, keys, values = (
             x.index_select(0, self._source).split_with_sizes(sizes) for x in (q_thd, k_tgd, v_tgd)

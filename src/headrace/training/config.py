@@ -126,7 +126,7 @@ class TrainingConfig(Config):
     lora: LoraConfig | None = None
     """None: all weights are trained."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
-    """Most tokens, prompts included, in one forward-backward pass."""
+    """Most tokens, prompts included, in one forward-backward pass. What is shared (`share_prefixes`) counts once."""
     recompute: bool = False
     """Keep each layer's input alone for the backward pass and compute the rest again: less memory, one
     forward pass more. For the native back end."""
@@ -151,6 +151,11 @@ class TrainingConfig(Config):
     checkpoint_every: Annotated[int, Meta(ge=1)] = 50
     """Steps between checkpoints. One is also written at the end and on Ctrl-C."""
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether they are: only the native back end does, and not where bits count."""
+        return self.share_prefixes and self.backend == "native" and self.numerics == "fast"
 
     def check(self) -> None:
         check_corrections(self.corrections)

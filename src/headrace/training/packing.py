@@ -146,21 +146,22 @@ def pack(sequences: Sequence[TrainingSequence]) -> Packed:
     )
 
 
-def pack_micro_batches(sequences: Sequence[TrainingSequence], budget: int) -> Iterable[Packed]:
+def pack_micro_batches(
+    sequences: Sequence[TrainingSequence], budget: int, *, shared: bool = False
+) -> Iterable[Packed]:
     """`micro_batches`, packed."""
-    for members in micro_batches(sequences, budget):
+    for members in micro_batches(sequences, budget, shared=shared):
         yield pack([sequences[i] for i in members])
 
 
-def micro_batches(sequences: Sequence[TrainingSequence], budget: int) -> list[list[int]]:
+def micro_batches(sequences: Sequence[TrainingSequence], budget: int, *, shared: bool = False) -> list[list[int]]:
     """Indices of the sequences, in micro-batches of at most `budget` tokens; a longer sequence is alone in one.
 
     Neighbours with the same beginning stay together, as far as a balanced cut allows: a back end may compute
-    what they share once.
+    what they share once. With `shared` it does, and what they begin with counts once.
     """
-    units = _units(sequences, budget // 4)
-    lengths = [sum(sequences[i].length for i in unit) for unit in units]
-    return [[i for unit in members for i in units[unit]] for members in partition(lengths, budget)]
+    units, tokens = _units(sequences, budget // 4, shared)
+    return [[i for unit in members for i in units[unit]] for members in partition(tokens, budget)]
 
 
 def minibatches(
@@ -178,19 +179,22 @@ def minibatches(
     return [part for part in parts if part] or [[]]
 
 
-def _units(sequences: Sequence[TrainingSequence], most: int) -> list[list[int]]:
-    """Runs of sequences with equal first contexts, cut at `most` tokens."""
+def _units(sequences: Sequence[TrainingSequence], most: int, shared: bool) -> tuple[list[list[int]], list[int]]:
+    """(runs of sequences with equal first contexts, cut at `most` tokens; the tokens of each)."""
     units: list[list[int]] = []
-    filled, before = 0, None
+    tokens: list[int] = []
+    before = None
     for i, sequence in enumerate(sequences):
         context = sequence.turns[0].context
-        filled += sequence.length
-        if before is None or filled > most or not np.array_equal(context, before):
+        more = sequence.length - (len(context) if shared else 0)
+        if before is None or tokens[-1] + more > most or not np.array_equal(context, before):
             units.append([])
-            filled = sequence.length
+            tokens.append(0)
+            more = sequence.length
         units[-1].append(i)
+        tokens[-1] += more
         before = context
-    return units
+    return units, tokens
 
 
 def _is_trained(turn: Turn, policy: str) -> bool:

@@ -149,9 +149,9 @@ class LocalTrainer:
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
         still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
         try:
-            sums = self._accumulate(pack_micro_batches(moving, config.micro_batch_tokens), batch, divisor)
+            sums = self._accumulate(self._packed(moving), batch, divisor)
             with torch.no_grad():
-                sums += self._accumulate(pack_micro_batches(still, config.micro_batch_tokens), batch, divisor)
+                sums += self._accumulate(self._packed(still), batch, divisor)
             *sums_of_all, grad_norm = torch.cat([sums, self._optimizer.clip().double()[None]]).tolist()
             total = dict(zip(SUMS, sums_of_all, strict=True)) | {"tokens": float(tokens)}
             check_numbers(total, grad_norm)
@@ -159,6 +159,10 @@ class LocalTrainer:
             self._optimizer.zero_grad()
             raise
         return total, grad_norm
+
+    def _packed(self, sequences: Sequence[TrainingSequence]) -> Iterable[Packed]:
+        config = self._config
+        return pack_micro_batches(sequences, config.micro_batch_tokens, shared=config.shares_prefixes)
 
     def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(log-probs, entropies, divergences from the teacher if there is one) of the trained tokens."""
@@ -189,7 +193,9 @@ class LocalTrainer:
         order: list[int] = []
         columns = []
         with torch.no_grad():
-            for members in micro_batches(sequences, self._config.micro_batch_tokens):
+            for members in micro_batches(
+                sequences, self._config.micro_batch_tokens, shared=self._config.shares_prefixes
+            ):
                 order += members
                 columns.append(logprobs(pack([sequences[i] for i in members])))
         ends = np.cumsum([sequences[i].num_trained for i in order])

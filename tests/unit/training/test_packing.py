@@ -7,7 +7,7 @@ import pytest
 from training_builders import batch_of, episode, ints, random_batch, turn
 
 from headrace.errors import RecordError
-from headrace.training.packing import Packed, pack, pack_micro_batches, partition, training_sequences
+from headrace.training.packing import Packed, micro_batches, pack, pack_micro_batches, partition, training_sequences
 
 
 def packed_of(*episodes: object, advantages: list[float] | None = None) -> Packed:
@@ -142,6 +142,15 @@ def test_a_groups_sequences_share_a_micro_batch_where_that_keeps_it_balanced() -
     for packed in batches:
         _, counts = np.unique(packed.tokens_t[packed.positions_t == 0], return_counts=True)
         assert counts.tolist() == [4, 4, 4, 4]
+
+
+def test_a_prompt_that_is_computed_once_counts_once() -> None:
+    prompt = list(range(20))
+    episodes = [episode(turn(ints(100 + i // 4, *prompt), ints(2, 3, 4, 5))) for i in range(8)]
+    sequences = training_sequences(batch_of(episodes, [1.0] * 8))
+    assert [one.length for one in sequences] == [24] * 8
+    assert sorted(map(sorted, micro_batches(sequences, 132, shared=True))) == [list(range(8))]
+    assert len(micro_batches(sequences, 132)) == 2
 
 
 def test_cutting_a_batch_keeps_every_trained_token() -> None:

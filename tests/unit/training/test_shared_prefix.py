@@ -34,12 +34,15 @@ def test_a_prefix_of_another_sequence_and_negative_order_are_no_trouble() -> Non
     assert tree.nodes_t[1] == tree.nodes_t[5]
 
 
-@pytest.mark.parametrize("way", [shared_prefix.SpreadContext, shared_prefix.BranchContext])
+@pytest.mark.parametrize(
+    "way", [shared_prefix.SpreadContext, shared_prefix.BranchContext, shared_prefix.RaggedContext]
+)
 def test_sharing_changes_neither_log_probs_nor_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: type
 ) -> None:
     least_pairs = 10**9 if way is shared_prefix.SpreadContext else -(10**9)
     monkeypatch.setattr(shared_prefix, "PAIRS_PER_CALL", least_pairs)
+    monkeypatch.setattr(shared_prefix, "has_kernel", lambda *_: way is shared_prefix.RaggedContext)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, 32, n).astype(np.int32) for n in (7, 4)]
     episodes = [
@@ -52,7 +55,7 @@ def test_sharing_changes_neither_log_probs_nor_gradients(
     tree = prefix_tree(packed.tokens_t, packed.lengths_s)
     assert tree.saving > 0.5
     lengths = packed.lengths_s.tolist()
-    assert isinstance(shared_prefix.tree_context(tree, lengths, torch.device("cpu")), way)
+    assert isinstance(shared_prefix.tree_context(tree, lengths, torch.device("cpu"), torch.float32), way)
     results = []
     for least in (0.1, 2.0):
         monkeypatch.setattr(native, "MIN_SAVING", least)
@@ -70,7 +73,7 @@ def test_a_long_prompt_is_attended_to_from_the_branches_alone() -> None:
     prompt = draw.integers(0, 32, 200)
     sequences = [np.concatenate([prompt, draw.integers(0, 32, 20 + i)]) for i in range(8)]
     tree = prefix_tree(np.concatenate(sequences), np.array([len(one) for one in sequences]))
-    context = shared_prefix.tree_context(tree, [len(one) for one in sequences], torch.device("cpu"))
+    context = shared_prefix.tree_context(tree, [len(one) for one in sequences], torch.device("cpu"), torch.float32)
     assert isinstance(context, shared_prefix.BranchContext)
     assert sorted({branch.shared for branch in tree.branches})[0] == 0
     assert sum(len(branch.path) - branch.shared for branch in tree.branches) == len(tree.tokens_u)

@@ -95,13 +95,12 @@ def open_backend(
     if config.backend == "native":
         from headrace.training.backends.native import NativeBackend
 
-        exact = config.numerics == "exact"
         return NativeBackend(
             model_folder,
             dtype=dtype,
             device=device,
             ops=_ops(config, device),
-            share_prefixes=config.share_prefixes and not exact,
+            share_prefixes=config.shares_prefixes,
             lora=config.lora,
             seed=seed,
             frozen=frozen,

@@ -2,9 +2,9 @@
 
 The sequences of a group begin with the same prompt, and often go on with the same tokens. A token's hidden state
 depends on the tokens up to it alone, so equal prefixes have equal ones: the model runs over the nodes of the
-sequences' prefix tree. Attention has two ways. It spreads nodes out to whole sequences, in few large calls; or
-each sequence asks with its own nodes alone, and sees those that it shares too. The second computes less and calls
-more often.
+sequences' prefix tree. Attention has three ways. It spreads nodes out to whole sequences, in few large calls; or
+each sequence asks with its own nodes alone, and sees those that it shares too, which computes less. That is one
+call where there is a kernel for sequences of any lengths, and otherwise many.
 
 Shape letters: t packed tokens, u nodes of the tree (distinct prefixes), h heads, d head size, s sequences.
 """
@@ -19,7 +19,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headrace.models import PackedContext, causal_attention, group_by_length, masked_attention, upload
+from headrace.models import (
+    PackedContext,
+    Ragged,
+    causal_attention,
+    group_by_length,
+    has_kernel,
+    masked_attention,
+    ragged_attention,
+    upload,
+)
 
 # Below this saving the gathers cost more than they spare.
 MIN_SAVING = 0.1
@@ -76,14 +85,16 @@ def prefix_tree(tokens_t: np.ndarray, lengths_s: np.ndarray) -> PrefixTree:
     return PrefixTree(nodes_t, tokens_u, branches)
 
 
-def tree_context(tree: PrefixTree, lengths: Sequence[int], device: torch.device) -> SpreadContext | BranchContext:
-    """The way that is faster, by what each computes. `lengths` are the packed sequences'.
-
-    On a GPU it is the first: attention with a mask and grouped heads has no fused kernel on all of them.
-    """
+def tree_context(
+    tree: PrefixTree, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+) -> SpreadContext | BranchContext | RaggedContext:
+    """The fastest way, by what each computes. `lengths` are the packed sequences'; a pass is in `dtype`."""
+    if has_kernel(device, dtype):
+        return RaggedContext(tree, device)
     calls = _calls(tree)
     whole = sum(len(branch.path) ** 2 for branch in tree.branches) // 2
     apart = sum(len(call) * _queries(call) * (call[0].shared + _queries(call)) for call in calls)
+    # Attention with a mask and grouped heads has no fused kernel on GPUs.
     if device.type == "cpu" and whole - apart > PAIRS_PER_CALL * len(calls):
         return BranchContext(calls, len(tree.tokens_u), device)
     return SpreadContext(PackedContext(lengths, device), tree, device)
@@ -125,6 +136,19 @@ class BranchContext:
     def attend(self, layer: int, q_uhd: Tensor, k_ugd: Tensor, v_ugd: Tensor) -> Tensor:
         outputs = [call.attend(q_uhd, k_ugd, v_ugd) for call in self._calls]
         return torch.cat(outputs).index_select(0, self._place_u)
+
+
+class RaggedContext:
+    """Attention among the nodes of a prefix tree by sequences' own nodes, of all sequences at once."""
+
+    def __init__(self, tree: PrefixTree, device: torch.device):
+        paths = [branch.path for branch in tree.branches]
+        own = [len(branch.path) - branch.shared for branch in tree.branches]
+        rows = torch.from_numpy(np.concatenate(paths))
+        self._ragged = Ragged.of(own, [len(path) for path in paths], device, rows)
+
+    def attend(self, layer: int, q_uhd: Tensor, k_ugd: Tensor, v_ugd: Tensor) -> Tensor:
+        return ragged_attention(q_uhd, k_ugd, v_ugd, self._ragged)
 
 
 class _Call(NamedTuple):

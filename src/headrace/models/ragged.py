@@ -1,0 +1,101 @@
+"""Causal attention of sequences of any lengths in one call.
+
+    queries  ├── 1 ──┼─ 2 ─┤               a sequence's queries are its last ones:
+    keys     ├────── 1 ──────┼─ 2 ─┤       the last of them sees all its keys, each one before it one less
+
+Shape letters: T queries, U rows that keys are of, K keys, H query heads, G key/value heads, D head size,
+S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from headrace.models.device import upload
+
+
+class Ragged(NamedTuple):
+    """How many queries and keys each sequence has, laid end to end."""
+
+    queries: Sequence[int]
+    keys: Sequence[int]
+    """At least as many as queries."""
+    query_starts: Tensor
+    """int32 (S + 1,): where each one's begin, and the end."""
+    key_starts: Tensor
+    rows: Tensor | None = None
+    """int64 (K,): the rows of what is given that are the keys, and the values. None: all, in order."""
+
+    @classmethod
+    def of(
+        cls,
+        queries: Sequence[int],
+        keys: Sequence[int],
+        device: torch.device | str,
+        rows: Tensor | None = None,
+    ) -> Ragged:
+        query_starts, key_starts = (
+            upload(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device) for counts in (queries, keys)
+        )
+        return cls(queries, keys, query_starts, key_starts, None if rows is None else upload(rows, device))
+
+    def keys_of(self, given: Tensor) -> Tensor:
+        return given if self.rows is None else given.index_select(0, self.rows)
+
+    def gradient_of(self, given: Tensor, of_keys: Tensor) -> Tensor:
+        """Of what was given: for a row that is a key more than once their sum, in float32."""
+        if self.rows is None:
+            return of_keys
+        total = torch.zeros(given.shape, dtype=torch.float32, device=given.device)
+        return total.index_add_(0, self.rows, of_keys.float()).to(given.dtype)
+
+
+def has_kernel(device: torch.device | str, dtype: torch.dtype) -> bool:
+    """Whether it is one call indeed."""
+    return torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+
+
+def ragged_attention(q_thd: Tensor, k_ugd: Tensor, v_ugd: Tensor, ragged: Ragged) -> Tensor:
+    """(T, H, D). Differentiable."""
+    if has_kernel(q_thd.device, q_thd.dtype):
+        found: Tensor = _Flash.apply(q_thd, k_ugd, v_ugd, ragged)
+        return found
+    k_kgd, v_kgd = ragged.keys_of(k_ugd), ragged.keys_of(v_ugd)
+    parts = zip(q_thd.split(ragged.queries), k_kgd.split(ragged.keys), v_kgd.split(ragged.keys), strict=True)
+    return torch.cat([_attend(*part) for part in parts])
+
+
+def _attend(q_thd: Tensor, k_kgd: Tensor, v_kgd: Tensor) -> Tensor:
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_thd, k_kgd, v_kgd))
+    queries, keys = q.shape[2], k.shape[2]
+    sees = torch.ones(queries, keys, dtype=torch.bool, device=q.device).tril(keys - queries)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=q.shape[1] != k.shape[1])
+    return out[0].transpose(0, 1)
+
+
+class _Flash(torch.autograd.Function):
+    """By FlashAttention's kernels, which PyTorch has. Keys are gathered again for the backward pass, not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> Tensor:
+        how = ragged.query_starts, ragged.key_starts, max(ragged.queries), max(ragged.keys), 0.0, True
+        out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
+            q, ragged.keys_of(k), ragged.keys_of(v), *how, False
+        )
+        ctx.save_for_backward(q, k, v, out, sums, random, unused)
+        ctx.ragged, ctx.how = ragged, how
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, out, sums, random, unused = ctx.saved_tensors
+        keys, values = ctx.ragged.keys_of(k), ctx.ragged.keys_of(v)
+        grad_q, of_keys, of_values = torch.ops.aten._flash_attention_backward(
+            grads[0].contiguous(), q, keys, values, out, sums, *ctx.how, random, unused
+        )
+        return grad_q, ctx.ragged.gradient_of(k, of_keys), ctx.ragged.gradient_of(v, of_values), None
