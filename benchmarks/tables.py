@@ -17,6 +17,7 @@ COMMANDS = {
     "sync": "headrace bench sync --json",
     "mask": "headrace bench mask --json",
     "train": "headrace bench train --json",
+    "e2e": "headrace bench e2e --json",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
     "sync-h200-steps": "headrace bench sync --set parts=steps --json",
     "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.bench import result
+from headrace.bench.window import window
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
@@ -98,30 +99,19 @@ class _Workload:
         summary = train(self._config(synchronous, wait_s), folder=folder, progress=True)
         if not summary["finished"]:
             raise HeadraceError("the benchmark was stopped", name)
-        lines = RunFolder(folder).read_metrics()
-        first, last = lines[SKIPPED_STEPS - 1], lines[-1]
-        wall = last["time_s"] - first["time_s"]
-        spent = {
-            who: {
-                state: last[f"{who}_{state}_s"] - first[f"{who}_{state}_s"]
-                for state in ("busy", "idle", "overhead")
-            }
-            for who in ("engine", "trainer")
-        }
-        tokens = sum(line["tokens_trained"] for line in lines[SKIPPED_STEPS:])
-        accounted = [sum(parts.values()) / wall for parts in spent.values()]
+        seen = window(RunFolder(folder).read_metrics(), SKIPPED_STEPS)
+        accounted = [sum(spent.values()) / seen.wall_s for spent in (seen.engine, seen.trainer)]
         return {
             "run": name,
-            "trained_tokens_per_s": tokens / wall,
-            "step_s": wall / (len(lines) - SKIPPED_STEPS),
-            "generation_s_per_step": spent["engine"]["busy"] / (len(lines) - SKIPPED_STEPS),
+            "trained_tokens_per_s": seen.tokens_per_s,
+            "step_s": seen.wall_s / seen.steps,
+            "generation_s_per_step": seen.engine["busy"] / seen.steps,
             "scorer_wait_s": wait_s,
-            "engine_idle_frac": spent["engine"]["idle"] / wall,
-            "trainer_idle_frac": spent["trainer"]["idle"] / wall,
-            "engine_busy_frac": spent["engine"]["busy"] / wall,
-            "trainer_busy_frac": spent["trainer"]["busy"] / wall,
-            "staleness_mean": sum(line["staleness_mean"] for line in lines[SKIPPED_STEPS:])
-            / (len(lines) - SKIPPED_STEPS),
+            "engine_idle_frac": seen.engine["idle"] / seen.wall_s,
+            "trainer_idle_frac": seen.trainer["idle"] / seen.wall_s,
+            "engine_busy_frac": seen.engine["busy"] / seen.wall_s,
+            "trainer_busy_frac": seen.trainer["busy"] / seen.wall_s,
+            "staleness_mean": seen.staleness_mean,
             "time_accounted_frac": max(accounted, key=lambda frac: abs(frac - 1)),
         }
 

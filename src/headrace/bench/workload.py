@@ -1,4 +1,4 @@
-"""The workload of `headrace bench loop`: completions of given lengths, and a scorer that waits."""
+"""The workload of `headrace bench loop` and `e2e`: completions of given lengths, and a scorer that waits."""
 
 from __future__ import annotations
 
@@ -17,12 +17,21 @@ VOCABULARY = 64
 PROMPT_TOKENS = 16
 
 
-def tasks(count: int, group_size: int, median: int, sigma: float, cap: int, seed: int) -> Iterator[Task]:
+def tasks(
+    count: int,
+    group_size: int,
+    median: int,
+    sigma: float,
+    cap: int,
+    seed: int,
+    prompt_tokens: int = PROMPT_TOKENS,
+    vocabulary: int = VOCABULARY,
+) -> Iterator[Task]:
     """Each with the lengths of its episodes: log-normal, capped. The same for the same seed."""
     dice = random.Random(seed)
     for number in range(count):
         lengths = [min(cap, max(1, round(dice.lognormvariate(0, sigma) * median))) for _ in range(group_size)]
-        prompt = [dice.randrange(VOCABULARY) for _ in range(PROMPT_TOKENS)]
+        prompt = [dice.randrange(vocabulary) for _ in range(prompt_tokens)]
         yield Task(id=str(number), prompt="", data={"lengths": lengths, "prompt": prompt})
 
 

@@ -16,6 +16,7 @@ BENCHMARKS = {
     "sync": "headrace.bench.sync:run",
     "mask": "headrace.bench.mask:run",
     "train": "headrace.bench.train:run",
+    "e2e": "headrace.bench.e2e:run",
 }
 """Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,26 +26,22 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
+from headrace.bench.pair import DEADLINE_S, pair
 from headrace.bench.small_model import write_tokenizer
 from headrace.bench.sync import lesson
 from headrace.bench.sync.served import all_have
 from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
-from headrace.engine.messages import EngineReady
 from headrace.engine.remote import RemoteEngine
 from headrace.errors import Superseded
 from headrace.models import ModelConfig, save_model
-from headrace.orchestration.processes import compute_threads, ready, spawn
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 from headrace.scoring.advantages import group_advantages
-from headrace.sync import open_channel
 from headrace.sync.base import Destination
 from headrace.sync.config import SyncConfig
 from headrace.sync.schedule import Published, Publisher
 from headrace.training.config import OptimizerConfig, TrainingConfig
-from headrace.training.remote import RemoteTrainer, TrainerReady
-
-DEADLINE_S = 120.0
+from headrace.training.remote import RemoteTrainer
 
 
 @dataclass(frozen=True)
@@ -198,17 +193,14 @@ def _again(request: SampleRequest, other: SampleRequest) -> SampleRequest:
 
 @asynccontextmanager
 async def _processes(work: Work, device: str, seed: int) -> AsyncIterator[tuple[RemoteTrainer, RemoteEngine, int]]:
-    """A trainer and an engine, as a run starts them, over one folder, and the size of the vocabulary."""
-    dtype = "bfloat16" if device == "cuda" else "float32"
+    """A trainer and an engine, and the size of the vocabulary."""
     longest = work.prompt + work.completion
-    channel = open_channel("cuda_ipc" if device == "cuda" else "shared_memory")
-    threads = compute_threads()
     training = TrainingConfig(
         groups_per_batch=work.groups,
         group_size=work.group_size,
         optimizer=OptimizerConfig(learning_rate=1e-6),
         device="cuda" if device == "cuda" else "cpu",
-        dtype=dtype,  # type: ignore[arg-type]
+        dtype="bfloat16" if device == "cuda" else "float32",
     )
     engine = NativeEngineConfig(
         device=training.device,
@@ -217,27 +209,11 @@ async def _processes(work: Work, device: str, seed: int) -> AsyncIterator[tuple[
         max_context=longest,
         cache_tokens=(work.running + 8) * (longest + 64),
     )
-    async with AsyncExitStack() as closing:
-        scratch = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
-        closing.callback(os.close, channel["descriptor"])
-        config = _make_model(scratch / "model", work, device, seed)
-        common = {"model": str(scratch / "model"), "threads": threads, "channel": channel}
-        places: dict[str, Any] = {"logs": scratch, "fds": [channel["descriptor"]], "threads": threads}
-        options = {
-            "training": msgspec.to_builtins(training),
-            "seed": seed,
-            "max_staleness": None,
-            "sender": {"payload": "full", "dtype": dtype},
-        }
-        peer = await spawn("trainer", "headrace.training.remote:start", {**common, **options}, **places)
-        trainer = RemoteTrainer(peer, step_s=DEADLINE_S, stage_s=DEADLINE_S, close_s=10.0)
-        closing.push_async_callback(trainer.close)
-        options = {"name": "engine-0", "engine": msgspec.to_builtins(engine), "deadline_s": DEADLINE_S}
-        peer = await spawn("engine-0", "headrace.engine.serve:start", {**common, **options}, **places)
-        remote = RemoteEngine(peer, deadline_s=DEADLINE_S, close_s=10.0)
-        closing.push_async_callback(remote.close)
-        await asyncio.gather(ready(trainer.peer, TrainerReady, 600.0), ready(remote.peer, EngineReady, 600.0))
-        yield trainer, remote, config.vocab_size
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        folder = Path(scratch) / "model"
+        config = _make_model(folder, work, device, seed)
+        async with pair(folder, training, engine, seed=seed) as (trainer, remote):
+            yield trainer, remote, config.vocab_size
 
 
 def _make_model(folder: Path, work: Work, device: str, seed: int) -> ModelConfig:

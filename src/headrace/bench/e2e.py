@@ -1,0 +1,343 @@
+"""`headrace bench e2e`: generation and training on one device, beside what each reaches there alone.
+
+    alone            the engine, its slots always full: g tokens a second; the trainer: t
+    synchronous      generation and training take turns, at several sizes of the batch
+    asynchronous     both at once
+
+A device that loses nothing trains on 1 / (1/g + 1/t) tokens a second. A synchronous run loses the time in which
+fewer and fewer sequences run (`tail_s`) and that in which neither side works (`waiting_s`): without these it would
+be faster by the gain that is allowed. Lengths are log-normal, as in the engine's request mix.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from headrace.bench import result
+from headrace.bench.engine import drive
+from headrace.bench.engine.shapes import config_of, random_weights
+from headrace.bench.pair import pair
+from headrace.bench.small_model import write_tokenizer
+from headrace.bench.window import Window, window
+from headrace.bench.workload import VOCABULARY
+from headrace.buffer.config import BufferConfig
+from headrace.config.run import ModelConfig, RunConfig
+from headrace.engine.base import SampleRequest
+from headrace.engine.config import NativeEngineConfig
+from headrace.engine.remote import RemoteEngine
+from headrace.errors import ConfigError, HeadraceError
+from headrace.models import save_model
+from headrace.orchestration.local import train
+from headrace.records import Batch, Episode, Group, Task, Turn
+from headrace.rollout.config import EnvironmentConfig, PythonTasks
+from headrace.scoring.config import ScorerConfig
+from headrace.sync.config import SyncConfig
+from headrace.telemetry.config import RecordingConfig
+from headrace.telemetry.folder import RunFolder
+from headrace.training.config import OptimizerConfig, TrainingConfig
+from headrace.training.remote import RemoteTrainer
+
+PARTS = ("async", "sync")
+
+
+@dataclass(frozen=True)
+class Load:
+    shape: str = "0.6b"
+    groups: int = 64
+    """Of a batch of the asynchronous run."""
+    group_size: int = 8
+    prompt: int = 256
+    median: int = 256
+    sigma: float = 1.0
+    cap: int = 8192
+    running: int = 256
+    """Sequences that the engine decodes together."""
+    max_staleness: int = 16
+    """A completion of `cap` tokens takes as long as so many steps."""
+    steps: int = 18
+    skipped: int = 5
+    left_out: int = 3
+    """Steps of the asynchronous run; how many of them fill the pipeline, and how many drain it."""
+    sync_groups: tuple[int, ...] = (32, 64, 128)
+    sync_steps: int = 4
+    """Of each synchronous run, one of them not counted."""
+    warm_s: float = 6.0
+    alone_s: float = 12.0
+
+    @property
+    def longest(self) -> int:
+        return self.prompt + self.cap
+
+    @property
+    def cache_tokens(self) -> int:
+        # A sequence that is met running is longer than one that is drawn.
+        met = self.prompt + self.median * math.exp(1.5 * self.sigma**2)
+        return max(self.longest, round(self.running * met))
+
+
+ON_GPU = Load()
+TINY = Load(
+    shape="tiny", groups=4, group_size=4, prompt=8, median=8, cap=32, running=16, max_staleness=4, steps=8,
+    skipped=2, left_out=1, sync_groups=(2, 4), sync_steps=3, warm_s=0.2, alone_s=0.5,
+)  # fmt: skip
+
+
+def run(
+    parts: str = ",".join(PARTS),
+    shape: str = "",
+    device: str = "auto",
+    groups: int = 0,
+    sync_groups: str = "",
+    steps: int = 0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """What each side reaches alone, and the runs that are asked for; on a CPU of a tiny model."""
+    wanted = [part.strip() for part in str(parts).split(",")]
+    for part in wanted:
+        if part not in PARTS:
+            raise ConfigError("a part of bench e2e is one of those known", part, f"known: {', '.join(PARTS)}")
+    place = drive.device_of(device)
+    load = ON_GPU if place.type == "cuda" else TINY
+    given: dict[str, Any] = {"shape": shape, "groups": groups, "steps": steps}
+    load = replace(load, **{name: value for name, value in given.items() if value})
+    if sync_groups:
+        load = replace(load, sync_groups=tuple(int(number) for number in str(sync_groups).split(",")))
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        return _measure(_Bench(Path(scratch), load, place, seed), wanted)
+
+
+def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
+    load = bench.load
+    engine, trainer = asyncio.run(bench.alone())
+    ideal = ideal_rate(engine, trainer)
+    rows = [
+        drive.kept(
+            {
+                "part": "alone",
+                "shape": load.shape,
+                "running": load.running,
+                "engine_tokens_per_s": engine,
+                "trainer_tokens_per_s": trainer,
+                "ideal_tokens_per_s": ideal,
+            }
+        )
+    ]
+    figures: dict[str, float] = {}
+    runs: dict[str, list[dict[str, Any]]] = {"async": [], "sync": []}
+    if "sync" in wanted:
+        for groups in load.sync_groups:
+            seen = bench.run(groups, synchronous=True)
+            runs["sync"].append(drive.kept(row_of("synchronous", groups, seen, engine, ideal)))
+    if "async" in wanted:
+        seen = bench.run(load.groups, synchronous=False)
+        runs["async"].append(drive.kept(row_of("asynchronous", load.groups, seen, engine, ideal)))
+        figures["e2e_over_ideal"] = runs["async"][0]["over_ideal"]
+    if runs["sync"] and runs["async"]:
+        best = max(runs["sync"], key=lambda row: row["trained_tokens_per_s"])
+        gain = runs["async"][0]["trained_tokens_per_s"] / best["trained_tokens_per_s"]
+        figures |= {
+            "async_over_sync_gpu" if bench.place.type == "cuda" else "async_over_sync_cpu": gain,
+            "async_gain_over_allowed": gain / best["gain_allowed"],
+        }
+    return result("e2e", [*rows, *runs["sync"], *runs["async"]], figures)
+
+
+def ideal_rate(engine: float, trainer: float) -> float:
+    """Tokens a second of a device whose time goes to one or the other, and to nothing else."""
+    return 1 / (1 / engine + 1 / trainer)
+
+
+def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: float) -> dict[str, Any]:
+    """Where the time of a step went. `engine_rate`: tokens a second of an engine whose slots are full."""
+    row = {
+        "part": "runs",
+        "run": name,
+        "groups": groups,
+        "step_s": seen.wall_s / seen.steps,
+        "trained_tokens_per_s": seen.tokens_per_s,
+        "over_ideal": seen.tokens_per_s / ideal,
+        "generation_s": seen.engine["busy"] / seen.steps,
+        "training_s": seen.trainer["busy"] / seen.steps,
+        "engine_idle_frac": seen.engine["idle"] / seen.wall_s,
+        "trainer_idle_frac": seen.trainer["idle"] / seen.wall_s,
+        "engine_overhead_frac": seen.engine["overhead"] / seen.wall_s,
+        "trainer_overhead_frac": seen.trainer["overhead"] / seen.wall_s,
+        "staleness_mean": seen.staleness_mean,
+        "staleness_max": seen.staleness_max,
+    }
+    if name == "synchronous":
+        tail = seen.engine["busy"] - seen.tokens / engine_rate
+        waiting = seen.wall_s - seen.engine["busy"] - seen.trainer["busy"]
+        row |= {"tail_s": tail / seen.steps, "waiting_s": waiting / seen.steps}
+        row["gain_allowed"] = seen.wall_s / (seen.wall_s - tail - waiting)
+    return row
+
+
+class _Bench:
+    def __init__(self, scratch: Path, load: Load, place: torch.device, seed: int):
+        self.load, self.place, self._seed = load, place, seed
+        self._scratch, self._model = scratch, scratch / "model"
+        config = config_of(load.shape)
+        self._model.mkdir()
+        save_model(random_weights(config, place, seed), config, self._model)
+        # Prompts are of its words alone; it has no end of a sequence, so completions are as long as they may be.
+        write_tokenizer(self._model, VOCABULARY)
+        drive.free_memory()
+
+    # ── Each side alone ──────────────────────────────────────────────────────────────────────────────────
+
+    async def alone(self) -> tuple[float, float]:
+        """Tokens a second of (the engine, the trainer), in processes as a run has them, one after the other."""
+        drive.say("e2e: each side alone …")
+        async with pair(self._model, self._training(self.load.groups, 1), self._engine(), seed=self._seed) as both:
+            return await self._engine_alone(both.engine), await self._trainer_alone(both.trainer)
+
+    async def _engine_alone(self, engine: RemoteEngine) -> float:
+        load, numbers = self.load, itertools.count()
+        dice = np.random.default_rng(self._seed)
+        later = self._requests(dice)
+
+        async def one_after_another(first: tuple[np.ndarray, int]) -> None:
+            for context, tokens in itertools.chain([first], later):
+                number = next(numbers)
+                await engine.sample(SampleRequest(id=number, context=context, max_tokens=tokens, seed=number))
+
+        # As they are met at any time later: among those that run long ones are more frequent, and somewhere on
+        # their way.
+        firsts = []
+        for _ in range(load.running):
+            length = _length(dice, load, load.median * math.exp(load.sigma**2))
+            done = int(dice.integers(0, length))
+            firsts.append((_tokens(dice, load.prompt + done), length - done))
+        tasks = [asyncio.create_task(one_after_another(first)) for first in firsts]
+        await asyncio.sleep(load.warm_s)
+        before, begun = await engine.usage(), time.perf_counter()
+        await asyncio.sleep(load.alone_s)
+        after, seconds = await engine.usage(), time.perf_counter() - begun
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return (after.tokens - before.tokens) / seconds
+
+    async def _trainer_alone(self, trainer: RemoteTrainer) -> float:
+        batch = self._batch()
+        tokens = sum(len(turn.tokens) for episode in batch.episodes for turn in episode.turns)
+        seconds = []
+        for number in range(3):
+            report = await trainer.train(msgspec.structs.replace(batch, step=number + 1, version=number))
+            seconds.append(report.seconds)
+        return tokens / (sum(seconds[1:]) / 2)
+
+    def _requests(self, dice: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
+        """Groups of one prompt, one after another."""
+        while True:
+            prompt = _tokens(dice, self.load.prompt)
+            for _ in range(self.load.group_size):
+                yield prompt, _length(dice, self.load, self.load.median)
+
+    def _batch(self) -> Batch:
+        dice = np.random.default_rng(self._seed)
+        requests, groups = self._requests(dice), []
+        for number in range(self.load.groups):
+            task = Task(id=str(number), prompt="")
+            turns = [
+                Turn(
+                    context=context,
+                    tokens=_tokens(dice, length),
+                    logprobs=np.full(length, -math.log(config_of(self.load.shape).vocab_size), np.float32),
+                    versions=np.zeros(length, np.int32),
+                    stop="length",
+                )
+                for context, length in itertools.islice(requests, self.load.group_size)
+            ]
+            episodes = tuple(
+                Episode(id=f"{number}.{place}", task=task, turns=(turn,), reward=0.0)
+                for place, turn in enumerate(turns)
+            )
+            groups.append(Group(id=str(number), sequence=number, task=task, episodes=episodes))
+        count = self.load.groups * self.load.group_size
+        advantages = np.linspace(-1, 1, count).astype(np.float32)
+        return Batch(step=1, version=0, groups=tuple(groups), advantages=advantages)
+
+    # ── Runs ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def run(self, groups: int, *, synchronous: bool) -> Window:
+        load = self.load
+        steps, *outside = (load.sync_steps, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
+        name = "synchronous" if synchronous else "asynchronous"
+        drive.say(f"e2e: {name}, batches of {groups} groups …")
+        folder = self._scratch / f"{name}-{groups}"
+        summary = train(self._config(groups, steps, synchronous), folder=folder, progress=True)
+        if not summary["finished"]:
+            raise HeadraceError("the benchmark was stopped", name)
+        seen = window(RunFolder(folder).read_metrics(), *outside)
+        shutil.rmtree(folder)
+        return seen
+
+    def _config(self, groups: int, steps: int, synchronous: bool) -> RunConfig:
+        load, on_gpu = self.load, self.place.type == "cuda"
+        bounded = BufferConfig(type="bounded", max_staleness=load.max_staleness, order="first_finished")
+        options = {
+            "count": groups * (steps + load.max_staleness + 2),
+            "group_size": load.group_size,
+            "median": load.median,
+            "sigma": load.sigma,
+            "cap": load.cap,
+            "seed": self._seed,
+            "prompt_tokens": load.prompt,
+        }
+        return RunConfig(
+            model=ModelConfig(path=str(self._model)),
+            tasks=PythonTasks(source="headrace.bench.workload:tasks", options=options),
+            environment=EnvironmentConfig(source="headrace.bench.workload:GivenLengths", max_tokens=load.cap),
+            scorer=ScorerConfig(source="headrace.bench.workload:waiting_score", concurrency=4096),
+            engine=self._engine(),
+            buffer=BufferConfig(type="none") if synchronous else bounded,
+            training=self._training(groups, steps),
+            sync=SyncConfig(transport="cuda_ipc" if on_gpu else "shared_memory"),
+            recording=RecordingConfig(episodes=0.0, tensorboard=False, keep_versions_every=10**6),
+            seed=self._seed,
+        )
+
+    def _engine(self) -> NativeEngineConfig:
+        load, on_gpu = self.load, self.place.type == "cuda"
+        return NativeEngineConfig(
+            device="cuda" if on_gpu else "cpu",
+            dtype="bfloat16" if on_gpu else "float32",
+            max_running=load.running,
+            max_context=load.longest,
+            cache_tokens=load.cache_tokens,
+        )
+
+    def _training(self, groups: int, steps: int) -> TrainingConfig:
+        on_gpu = self.place.type == "cuda"
+        return TrainingConfig(
+            steps=steps,
+            groups_per_batch=groups,
+            group_size=self.load.group_size,
+            device="cuda" if on_gpu else "cpu",
+            dtype="bfloat16" if on_gpu else "float32",
+            optimizer=OptimizerConfig(learning_rate=1e-6),
+            checkpoint_every=steps,
+        )
+
+
+def _length(dice: np.random.Generator, load: Load, median: float) -> int:
+    return int(np.clip(round(median * math.exp(dice.normal(0.0, load.sigma))), 1, load.cap))
+
+
+def _tokens(dice: np.random.Generator, count: int) -> np.ndarray:
+    return dice.integers(0, VOCABULARY, count).astype(np.int32)
