@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from headrace.bench import result
+from headrace.bench.batches import Asked, random_batch, random_tokens
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
 from headrace.bench.pair import pair
@@ -41,7 +42,7 @@ from headrace.engine.remote import RemoteEngine
 from headrace.errors import ConfigError, HeadraceError
 from headrace.models import save_model
 from headrace.orchestration.local import train
-from headrace.records import Batch, Episode, Group, Task, Turn
+from headrace.records import Batch
 from headrace.rollout.config import EnvironmentConfig, PythonTasks
 from headrace.scoring.config import ScorerConfig
 from headrace.sync.config import SyncConfig
@@ -210,7 +211,7 @@ class _Bench:
         dice = np.random.default_rng(self._seed)
         later = self._requests(dice)
 
-        async def one_after_another(first: tuple[np.ndarray, int]) -> None:
+        async def one_after_another(first: Asked) -> None:
             for context, tokens in itertools.chain([first], later):
                 number = next(numbers)
                 await engine.sample(SampleRequest(id=number, context=context, max_tokens=tokens, seed=number))
@@ -221,7 +222,7 @@ class _Bench:
         for _ in range(load.running):
             length = _length(dice, load, load.median * math.exp(load.sigma**2))
             done = int(dice.integers(0, length))
-            firsts.append((_tokens(dice, load.prompt + done), length - done))
+            firsts.append((random_tokens(dice, VOCABULARY, load.prompt + done), length - done))
         tasks = [asyncio.create_task(one_after_another(first)) for first in firsts]
         await asyncio.sleep(load.warm_s)
         before, begun = await engine.usage(), time.perf_counter()
@@ -241,36 +242,18 @@ class _Bench:
             seconds.append(report.seconds)
         return tokens / (sum(seconds[1:]) / 2)
 
-    def _requests(self, dice: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
+    def _requests(self, dice: np.random.Generator) -> Iterator[Asked]:
         """Groups of one prompt, one after another."""
         while True:
-            prompt = _tokens(dice, self.load.prompt)
+            prompt = random_tokens(dice, VOCABULARY, self.load.prompt)
             for _ in range(self.load.group_size):
                 yield prompt, _length(dice, self.load, self.load.median)
 
     def _batch(self) -> Batch:
-        dice = np.random.default_rng(self._seed)
-        requests, groups = self._requests(dice), []
-        for number in range(self.load.groups):
-            task = Task(id=str(number), prompt="")
-            turns = [
-                Turn(
-                    context=context,
-                    tokens=_tokens(dice, length),
-                    logprobs=np.full(length, -math.log(config_of(self.load.shape).vocab_size), np.float32),
-                    versions=np.zeros(length, np.int32),
-                    stop="length",
-                )
-                for context, length in itertools.islice(requests, self.load.group_size)
-            ]
-            episodes = tuple(
-                Episode(id=f"{number}.{place}", task=task, turns=(turn,), reward=0.0)
-                for place, turn in enumerate(turns)
-            )
-            groups.append(Group(id=str(number), sequence=number, task=task, episodes=episodes))
-        count = self.load.groups * self.load.group_size
-        advantages = np.linspace(-1, 1, count).astype(np.float32)
-        return Batch(step=1, version=0, groups=tuple(groups), advantages=advantages)
+        load, dice = self.load, np.random.default_rng(self._seed)
+        requests = self._requests(dice)
+        groups = [list(itertools.islice(requests, load.group_size)) for _ in range(load.groups)]
+        return random_batch(dice, config_of(load.shape).vocab_size, groups)
 
     # ── Runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -337,7 +320,3 @@ class _Bench:
 
 def _length(dice: np.random.Generator, load: Load, median: float) -> int:
     return int(np.clip(round(median * math.exp(dice.normal(0.0, load.sigma))), 1, load.cap))
-
-
-def _tokens(dice: np.random.Generator, count: int) -> np.ndarray:
-    return dice.integers(0, VOCABULARY, count).astype(np.int32)

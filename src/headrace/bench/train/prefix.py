@@ -12,11 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.bench.batches import random_batch, random_tokens
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
 from headrace.bench.small_model import small_config
 from headrace.models import ModelConfig, random_model, save_model
-from headrace.records import Batch, Episode, Group, Task, Turn
+from headrace.records import Batch
 from headrace.training.backends.native import NativeBackend
 from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.packing import pack, training_sequences
@@ -74,25 +75,8 @@ def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed
 
 def _batch(work: Work, vocabulary: int, seed: int) -> Batch:
     dice = np.random.default_rng(seed)
-
-    def tokens(count: int) -> np.ndarray:
-        return dice.integers(0, vocabulary, count).astype(np.int32)
-
-    prompt, task = tokens(work.prompt), Task(id="t", prompt="")
-    turns = [
-        Turn(
-            context=prompt,
-            tokens=tokens(work.completion),
-            logprobs=np.full(work.completion, -np.log(vocabulary), np.float32),
-            versions=np.zeros(work.completion, np.int32),
-            stop="length",
-        )
-        for _ in range(work.episodes)
-    ]
-    episodes = tuple(Episode(id=str(i), task=task, turns=(turn,), reward=0.0) for i, turn in enumerate(turns))
-    group = Group(id="g", sequence=0, task=task, episodes=episodes)
-    advantages = np.linspace(-1, 1, work.episodes).astype(np.float32)
-    return Batch(step=1, version=0, groups=(group,), advantages=advantages)
+    prompt = random_tokens(dice, vocabulary, work.prompt)
+    return random_batch(dice, vocabulary, [[(prompt, work.completion)] * work.episodes])
 
 
 def _write_model(folder: Path, shape: ModelConfig, place: torch.device, seed: int) -> None:

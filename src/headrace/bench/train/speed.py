@@ -6,7 +6,6 @@ parameters; what attention takes, and what is computed again, counts for nothing
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,10 +17,11 @@ import msgspec
 import numpy as np
 import torch
 
+from headrace.bench.batches import random_batch, random_tokens
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
 from headrace.models import ModelConfig, parameter_count, save_model
-from headrace.records import Batch, Episode, Group, Task, Turn
+from headrace.records import Batch
 from headrace.training.config import LoraConfig, OptimizerConfig, TrainingConfig
 from headrace.training.trainer import LocalTrainer
 
@@ -150,18 +150,6 @@ def _timed(step: Callable[[int], None], work: Work, place: torch.device, flops_p
 def _batch(work: Work, vocabulary: int) -> Batch:
     """Groups of one episode: no two sequences begin alike."""
     dice = np.random.default_rng(0)
-    groups = []
-    for number in range(work.micro_batches * work.sequences):
-        turn = Turn(
-            context=dice.integers(0, vocabulary, work.prompt).astype(np.int32),
-            tokens=dice.integers(0, vocabulary, work.completion).astype(np.int32),
-            logprobs=np.full(work.completion, -math.log(vocabulary), np.float32),
-            versions=np.zeros(work.completion, np.int32),
-            stop="length",
-        )
-        task = Task(id=str(number), prompt="")
-        episode = Episode(id=str(number), task=task, turns=(turn,), reward=0.0)
-        groups.append(Group(id=str(number), sequence=number, task=task, episodes=(episode,)))
-    return Batch(
-        step=1, version=0, groups=tuple(groups), advantages=np.linspace(-1, 1, len(groups)).astype(np.float32)
-    )
+    count = work.micro_batches * work.sequences
+    prompts = [random_tokens(dice, vocabulary, work.prompt) for _ in range(count)]
+    return random_batch(dice, vocabulary, [[(prompt, work.completion)] for prompt in prompts])
