@@ -132,7 +132,7 @@ class PackedContext:
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         if self._already_padded:
             return self._attend_bucket(self._buckets[0], q_thd, k_tgd, v_tgd)
-        if has_kernel(q_thd.device, q_thd.dtype):
+        if has_kernel(q_thd.device, q_thd.dtype, q_thd.shape[-1]):
             return ragged_attention(q_thd, k_tgd, v_tgd, self._ragged)
         sizes = [bucket.sequences * bucket.length for bucket in self._buckets]
         queries, keys, values = (

@@ -55,14 +55,17 @@ class Ragged(NamedTuple):
         return total.index_add_(0, self.rows, of_keys.float()).to(given.dtype)
 
 
-def has_kernel(device: torch.device | str, dtype: torch.dtype) -> bool:
-    """Whether it is one call indeed."""
-    return torch.device(device).type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+def has_kernel(device: torch.device | str, dtype: torch.dtype, head_size: int) -> bool:
+    """Whether it is one call indeed: FlashAttention's, of cards since Ampere."""
+    device = torch.device(device)
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return head_size % 8 == 0 and head_size <= 256 and torch.cuda.get_device_capability(device)[0] >= 8
 
 
 def ragged_attention(q_thd: Tensor, k_ugd: Tensor, v_ugd: Tensor, ragged: Ragged) -> Tensor:
     """(T, H, D). Differentiable."""
-    if has_kernel(q_thd.device, q_thd.dtype):
+    if has_kernel(q_thd.device, q_thd.dtype, q_thd.shape[-1]):
         found: Tensor = _Flash.apply(q_thd, k_ugd, v_ugd, ragged)
         return found
     k_kgd, v_kgd = ragged.keys_of(k_ugd), ragged.keys_of(v_ugd)

@@ -65,7 +65,12 @@ def test_a_row_may_be_a_key_of_several_sequences():
         torch.testing.assert_close(one, another, rtol=2e-2, atol=2e-2 if DEVICE == "cuda" else 1e-6)
 
 
-def test_there_is_a_kernel_for_half_precision_on_a_gpu_alone():
-    assert has_kernel("cuda", torch.bfloat16)
-    assert not has_kernel("cuda", torch.float32)
-    assert not has_kernel("cpu", torch.bfloat16)
+def test_there_is_a_kernel_for_half_precision_on_newer_gpus_alone(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert has_kernel("cuda", torch.bfloat16, 128)
+    assert not has_kernel("cuda", torch.float32, 128)
+    assert not has_kernel("cuda", torch.bfloat16, 20)
+    assert not has_kernel("cuda", torch.bfloat16, 512)
+    assert not has_kernel("cpu", torch.bfloat16, 128)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert not has_kernel("cuda", torch.bfloat16, 128)

@@ -55,7 +55,7 @@ def test_sharing_changes_neither_log_probs_nor_gradients(
     tree = prefix_tree(packed.tokens_t, packed.lengths_s)
     assert tree.saving > 0.5
     lengths = packed.lengths_s.tolist()
-    assert isinstance(shared_prefix.tree_context(tree, lengths, torch.device("cpu"), torch.float32), way)
+    assert isinstance(shared_prefix.tree_context(tree, lengths, torch.device("cpu"), torch.float32, 8), way)
     results = []
     for least in (0.1, 2.0):
         monkeypatch.setattr(native, "MIN_SAVING", least)
@@ -73,7 +73,9 @@ def test_a_long_prompt_is_attended_to_from_the_branches_alone() -> None:
     prompt = draw.integers(0, 32, 200)
     sequences = [np.concatenate([prompt, draw.integers(0, 32, 20 + i)]) for i in range(8)]
     tree = prefix_tree(np.concatenate(sequences), np.array([len(one) for one in sequences]))
-    context = shared_prefix.tree_context(tree, [len(one) for one in sequences], torch.device("cpu"), torch.float32)
+    context = shared_prefix.tree_context(
+        tree, [len(one) for one in sequences], torch.device("cpu"), torch.float32, 8
+    )
     assert isinstance(context, shared_prefix.BranchContext)
     assert sorted({branch.shared for branch in tree.branches})[0] == 0
     assert sum(len(branch.path) - branch.shared for branch in tree.branches) == len(tree.tokens_u)

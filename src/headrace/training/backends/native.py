@@ -78,7 +78,8 @@ class NativeBackend:
         if tree is None or tree.saving < MIN_SAVING:
             context = PackedContext(packed.lengths_s.tolist(), self.device)
         else:
-            context = tree_context(tree, packed.lengths_s.tolist(), self.device, self._dtype)
+            head_size = self._model.config.head_dim
+            context = tree_context(tree, packed.lengths_s.tolist(), self.device, self._dtype, head_size)
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)

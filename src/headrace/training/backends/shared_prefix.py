@@ -86,10 +86,10 @@ def prefix_tree(tokens_t: np.ndarray, lengths_s: np.ndarray) -> PrefixTree:
 
 
 def tree_context(
-    tree: PrefixTree, lengths: Sequence[int], device: torch.device, dtype: torch.dtype
+    tree: PrefixTree, lengths: Sequence[int], device: torch.device, dtype: torch.dtype, head_size: int
 ) -> SpreadContext | BranchContext | RaggedContext:
     """The fastest way, by what each computes. `lengths` are the packed sequences'; a pass is in `dtype`."""
-    if has_kernel(device, dtype):
+    if has_kernel(device, dtype, head_size):
         return RaggedContext(tree, device)
     calls = _calls(tree)
     whole = sum(len(branch.path) ** 2 for branch in tree.branches) // 2
