@@ -258,6 +258,7 @@ class Pipeline:
             on_wasted=lambda count: parts.journal.waste(name, count),
         )
         episode = await parts.rollouts.run(request)
+        parts.buffer.ended(group.ticket)
         if episode.failure is None:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")

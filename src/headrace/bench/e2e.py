@@ -4,17 +4,21 @@
     synchronous      generation and training take turns, at several sizes of the batch
     asynchronous     both at once
 
-A device that loses nothing trains on 1 / (1/g + 1/t) tokens a second. A synchronous run loses the time in which
-fewer and fewer sequences run (`tail_s`) and that in which neither side works (`waiting_s`): without these it would
-be faster by the gain that is allowed. Lengths are log-normal, as in the engine's request mix.
+Taking turns without any loss the two train on 1 / (1/g + 1/t) tokens a second, which is called ideal here; where
+kernels of both run at the same time, more is possible. A synchronous run loses the time in which fewer and fewer
+sequences run (`tail_s`) and that in which neither side works (`waiting_s`): without these it would be faster by the
+gain that is allowed. What the asynchronous run reaches of that differs from what it reaches of the ideal by the
+trainer's speed alone, there the synchronous run's own. Lengths are log-normal, as in the engine's request mix.
+
+On a CPU the two have half of the cores each, taking turns all of them, so that there are rows and no figures.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import math
 import shutil
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator
@@ -30,7 +34,7 @@ from headrace.bench import result
 from headrace.bench.batches import Asked, random_batch, random_tokens
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
-from headrace.bench.pair import pair
+from headrace.bench.pair import ended, pair
 from headrace.bench.small_model import write_tokenizer
 from headrace.bench.window import Window, window
 from headrace.bench.workload import VOCABULARY
@@ -52,6 +56,8 @@ from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.remote import RemoteTrainer
 
 PARTS = ("async", "sync")
+LOOKS = 20
+"""At the engine alone: how many sequences run."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +79,8 @@ class Load:
     left_out: int = 3
     """Steps of the asynchronous run; how many of them fill the pipeline, and how many drain it."""
     sync_groups: tuple[int, ...] = (32, 64, 128)
-    sync_steps: int = 4
-    """Of each synchronous run, one of them not counted."""
+    sync_counted: int = 256
+    """Groups of each synchronous run, after a first step."""
     warm_s: float = 6.0
     alone_s: float = 12.0
 
@@ -84,15 +90,24 @@ class Load:
 
     @property
     def cache_tokens(self) -> int:
-        # A sequence that is met running is longer than one that is drawn.
-        met = self.prompt + self.median * math.exp(1.5 * self.sigma**2)
-        return max(self.longest, round(self.running * met))
+        # As if each were at its end: twice what they are on average.
+        met = self.met_lengths(np.random.default_rng(0), 10_000).mean()
+        return max(self.longest, round(self.running * (self.prompt + met)))
+
+    def lengths(self, dice: np.random.Generator, count: int) -> np.ndarray:
+        drawn = self.median * np.exp(dice.normal(0.0, self.sigma, count))
+        return np.clip(np.rint(drawn), 1, self.cap).astype(np.int64)
+
+    def met_lengths(self, dice: np.random.Generator, count: int) -> np.ndarray:
+        """Of sequences that run at a given time: the longer one is, the likelier it is met."""
+        drawn = self.lengths(dice, 100_000)
+        return dice.choice(drawn, count, p=drawn / drawn.sum())
 
 
 ON_GPU = Load()
 TINY = Load(
     shape="tiny", groups=4, group_size=4, prompt=8, median=8, cap=32, running=16, max_staleness=4, steps=8,
-    skipped=2, left_out=1, sync_groups=(2, 4), sync_steps=3, warm_s=0.2, alone_s=0.5,
+    skipped=2, left_out=1, sync_groups=(2, 4), sync_counted=8, warm_s=0.2, alone_s=0.5,
 )  # fmt: skip
 
 
@@ -122,14 +137,14 @@ def run(
 
 def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
     load = bench.load
-    engine, trainer = asyncio.run(bench.alone())
+    engine, running, trainer = asyncio.run(bench.alone())
     ideal = ideal_rate(engine, trainer)
     rows = [
         drive.kept(
             {
                 "part": "alone",
                 "shape": load.shape,
-                "running": load.running,
+                "running": running,
                 "engine_tokens_per_s": engine,
                 "trainer_tokens_per_s": trainer,
                 "ideal_tokens_per_s": ideal,
@@ -145,15 +160,18 @@ def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
     if "async" in wanted:
         seen = bench.run(load.groups, synchronous=False)
         runs["async"].append(drive.kept(row_of("asynchronous", load.groups, seen, engine, ideal)))
-        figures["e2e_over_ideal"] = runs["async"][0]["over_ideal"]
-    if runs["sync"] and runs["async"]:
-        best = max(runs["sync"], key=lambda row: row["trained_tokens_per_s"])
-        gain = runs["async"][0]["trained_tokens_per_s"] / best["trained_tokens_per_s"]
-        figures |= {
-            "async_over_sync_gpu" if bench.place.type == "cuda" else "async_over_sync_cpu": gain,
-            "async_gain_over_allowed": gain / best["gain_allowed"],
-        }
+    if bench.place.type == "cuda" and runs["async"]:
+        figures = figures_of(runs["async"][0], runs["sync"])
     return result("e2e", [*rows, *runs["sync"], *runs["async"]], figures)
+
+
+def figures_of(asynchronous: dict[str, Any], synchronous: list[dict[str, Any]]) -> dict[str, float]:
+    figures = {"e2e_over_ideal": asynchronous["over_ideal"]}
+    if synchronous:
+        best = max(synchronous, key=lambda row: row["trained_tokens_per_s"])
+        gain = asynchronous["trained_tokens_per_s"] / best["trained_tokens_per_s"]
+        figures |= {"async_over_sync_gpu": gain, "async_gain_over_allowed": gain / best["gain_allowed"]}
+    return figures
 
 
 def ideal_rate(engine: float, trainer: float) -> float:
@@ -162,13 +180,18 @@ def ideal_rate(engine: float, trainer: float) -> float:
 
 
 def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: float) -> dict[str, Any]:
-    """Where the time of a step went. `engine_rate`: tokens a second of an engine whose slots are full."""
+    """Where the time of a step went. `engine_rate`: tokens a second of an engine whose slots are full.
+
+    Where both work at once, what one is busy for (`generation_s`, `training_s`) contains its waits for the other's
+    kernels.
+    """
     row = {
         "part": "runs",
         "run": name,
         "groups": groups,
         "step_s": seen.wall_s / seen.steps,
         "trained_tokens_per_s": seen.tokens_per_s,
+        "error_frac": seen.error_frac,
         "over_ideal": seen.tokens_per_s / ideal,
         "generation_s": seen.engine["busy"] / seen.steps,
         "training_s": seen.trainer["busy"] / seen.steps,
@@ -200,13 +223,14 @@ class _Bench:
 
     # ── Each side alone ──────────────────────────────────────────────────────────────────────────────────
 
-    async def alone(self) -> tuple[float, float]:
-        """Tokens a second of (the engine, the trainer), in processes as a run has them, one after the other."""
+    async def alone(self) -> tuple[float, float, float]:
+        """(the engine's tokens a second, sequences that ran on average, the trainer's tokens a second), in turns,
+        in processes as a run has them."""
         drive.say("e2e: each side alone …")
         async with pair(self._model, self._training(self.load.groups, 1), self._engine(), seed=self._seed) as both:
-            return await self._engine_alone(both.engine), await self._trainer_alone(both.trainer)
+            return *await self._engine_alone(both.engine), await self._trainer_alone(both.trainer)
 
-    async def _engine_alone(self, engine: RemoteEngine) -> float:
+    async def _engine_alone(self, engine: RemoteEngine) -> tuple[float, float]:
         load, numbers = self.load, itertools.count()
         dice = np.random.default_rng(self._seed)
         later = self._requests(dice)
@@ -216,22 +240,21 @@ class _Bench:
                 number = next(numbers)
                 await engine.sample(SampleRequest(id=number, context=context, max_tokens=tokens, seed=number))
 
-        # As they are met at any time later: among those that run long ones are more frequent, and somewhere on
-        # their way.
+        # As they are met at any time later, somewhere on their way; and half as many that wait for a slot.
         firsts = []
-        for _ in range(load.running):
-            length = _length(dice, load, load.median * math.exp(load.sigma**2))
+        for length in load.met_lengths(dice, load.running).tolist():
             done = int(dice.integers(0, length))
             firsts.append((random_tokens(dice, VOCABULARY, load.prompt + done), length - done))
+        firsts += itertools.islice(later, load.running // 2)
         tasks = [asyncio.create_task(one_after_another(first)) for first in firsts]
         await asyncio.sleep(load.warm_s)
-        before, begun = await engine.usage(), time.perf_counter()
-        await asyncio.sleep(load.alone_s)
-        after, seconds = await engine.usage(), time.perf_counter() - begun
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        return (after.tokens - before.tokens) / seconds
+        seen, begun = [await engine.usage()], time.perf_counter()
+        for _ in range(LOOKS):
+            await asyncio.sleep(load.alone_s / LOOKS)
+            seen.append(await engine.usage())
+        seconds = time.perf_counter() - begun
+        await ended(tasks)
+        return (seen[-1].tokens - seen[0].tokens) / seconds, statistics.mean(usage.running for usage in seen)
 
     async def _trainer_alone(self, trainer: RemoteTrainer) -> float:
         batch = self._batch()
@@ -246,8 +269,8 @@ class _Bench:
         """Groups of one prompt, one after another."""
         while True:
             prompt = random_tokens(dice, VOCABULARY, self.load.prompt)
-            for _ in range(self.load.group_size):
-                yield prompt, _length(dice, self.load, self.load.median)
+            for length in self.load.lengths(dice, self.load.group_size).tolist():
+                yield prompt, length
 
     def _batch(self) -> Batch:
         load, dice = self.load, np.random.default_rng(self._seed)
@@ -259,7 +282,8 @@ class _Bench:
 
     def run(self, groups: int, *, synchronous: bool) -> Window:
         load = self.load
-        steps, *outside = (load.sync_steps, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
+        counted = -(-load.sync_counted // groups)
+        steps, *outside = (1 + counted, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
         name = "synchronous" if synchronous else "asynchronous"
         drive.say(f"e2e: {name}, batches of {groups} groups …")
         folder = self._scratch / f"{name}-{groups}"
@@ -316,7 +340,3 @@ class _Bench:
             optimizer=OptimizerConfig(learning_rate=1e-6),
             checkpoint_every=steps,
         )
-
-
-def _length(dice: np.random.Generator, load: Load, median: float) -> int:
-    return int(np.clip(round(median * math.exp(dice.normal(0.0, load.sigma))), 1, load.cap))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,3 +56,12 @@ async def pair(
         closing.push_async_callback(remote.close)
         await asyncio.gather(ready(trainer.peer, TrainerReady, START_S), ready(remote.peer, EngineReady, START_S))
         yield Pair(trainer, remote)
+
+
+async def ended(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancel what would go on for ever; if some of it has failed meanwhile, that is the error."""
+    for task in tasks:
+        task.cancel()
+    for found in await asyncio.gather(*tasks, return_exceptions=True):
+        if found is not None and not isinstance(found, asyncio.CancelledError):
+            raise found

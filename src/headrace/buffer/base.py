@@ -28,6 +28,10 @@ class Buffer(Protocol):
         """Wait until one more group is sure to stay within the bound."""
         ...
 
+    def ended(self, ticket: Ticket) -> None:
+        """One of its group's episodes needs the engines no more. Those not told of end with `put` or `drop`."""
+        ...
+
     async def put(self, ticket: Ticket, group: Group) -> None:
         """The ticket's group has finished."""
         ...

@@ -17,6 +17,8 @@ from headrace.records import Group
 @dataclass
 class _Entry:
     ticket: Ticket
+    generating: int
+    """Episodes that still need the engines."""
     group: Group | None = None
     finished: int | None = None
     told_late: bool = False
@@ -34,10 +36,12 @@ class MemoryBuffer:
         steps: int,
         first_sequence: int = 0,
         generating: int | None = None,
+        group_size: int = 1,
     ):
         """`version` is what trainer and engines have now; `steps` batches are to be made in all.
 
-        `generating` limits the groups that are admitted and not finished: what the engines can work on.
+        No group is admitted while `generating` episodes or more, `group_size` of each, need the engines: what these
+        can work on. Groups would be the wrong measure: of most only the longest episode still runs.
         """
         self.on_late: Callable[[Ticket], None] = lambda ticket: None
         self._batch = batch_groups
@@ -45,7 +49,8 @@ class MemoryBuffer:
         self._capacity = config.capacity(batch_groups)
         self._window = config.window_groups(batch_groups)
         self._drop_late = config.late == "drop"
-        self._generating = generating
+        self._most_generating, self._group_size = generating, group_size
+        self._generating = 0
         self._engine_version = version
         self._next_version = version
         self._last_version = version + steps
@@ -63,17 +68,25 @@ class MemoryBuffer:
             admitted_version=self._engine_version,
             deadline=staleness.deadline(self._engine_version, self._bound),
         )
-        self._entries[ticket.sequence] = _Entry(ticket)
+        self._entries[ticket.sequence] = _Entry(ticket, self._group_size)
+        self._generating += self._group_size
         return ticket
+
+    def ended(self, ticket: Ticket) -> None:
+        self._ended(self._entries[ticket.sequence], 1)
+        self._notify()
 
     async def put(self, ticket: Ticket, group: Group) -> None:
         entry = self._entries[ticket.sequence]
         entry.group, entry.finished = group, next(self._finish_order)
+        self._ended(entry, entry.generating)
         self._ready += 1
         self._notify()
 
     async def drop(self, ticket: Ticket) -> None:
-        if self._entries.pop(ticket.sequence).group is not None:
+        entry = self._entries.pop(ticket.sequence)
+        self._ended(entry, entry.generating)
+        if entry.group is not None:
             self._ready -= 1
         self._notify()
 
@@ -110,7 +123,7 @@ class MemoryBuffer:
 
     def _admissible(self) -> bool:
         left = (self._last_version - self._next_version) * self._batch
-        if self._generating is not None and len(self._entries) - self.ready >= self._generating:
+        if self._most_generating is not None and self._generating >= self._most_generating:
             return False
         return len(self._entries) < left and staleness.admissible(
             len(self._entries),
@@ -119,6 +132,10 @@ class MemoryBuffer:
             deadline=staleness.deadline(self._engine_version, self._bound),
             capacity=self._capacity,
         )
+
+    def _ended(self, entry: _Entry, episodes: int) -> None:
+        entry.generating -= episodes
+        self._generating -= episodes
 
     def _leave(self, chosen: list[_Entry]) -> tuple[int, list[Group]]:
         version, groups = self._next_version, []

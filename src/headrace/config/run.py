@@ -83,10 +83,10 @@ class RunConfig(Config):
         return self.buffer.staleness_bound == 0
 
     @property
-    def generating_groups(self) -> int:
-        """Most groups in generation at once: what fills the engines, and half as much again in their queues."""
+    def generating_episodes(self) -> int:
+        """So many at once fill the engines, and half as much again their queues."""
         running = self.engine.max_running * self.engine.count
-        return max(1, -(-3 * running // (2 * self.training.group_size)))
+        return -(-3 * running // 2)
 
     @property
     def payload(self) -> Literal["full", "delta", "adapter"]:

@@ -1,8 +1,8 @@
 """silu(gate) · up in one pass over memory. The reference is `models.ops.ReferenceOps`.
 
 Rounds where the reference rounds: silu(gate) to the tensors' dtype, then the product. The exponential and the
-quotient are the fast ones, within a few units of float32's last place. Inference only; safe to capture in a CUDA
-graph.
+quotient are the fast ones, within a few units of float32's last place. Backward is `kernels.gradients`; safe to
+capture in a CUDA graph.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -3,7 +3,7 @@
 Rounds where the reference rounds: the sum to the tensors' dtype, its statistics in float32, the scaled value to
 the dtype, its product with the weight to the dtype. Only the order of the summation of squares is its own. It
 depends on the width and the alignment of rows, so a row's result is the same bit for bit in every batch.
-Inference only; safe to capture in a CUDA graph.
+Backward is `kernels.gradients`; safe to capture in a CUDA graph.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

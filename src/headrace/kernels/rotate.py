@@ -6,7 +6,7 @@
 
 The reference is `models.ops.ReferenceOps`; this rounds where it does: the norm as in `kernels.norm`, x·cos to the
 dtype, then that plus (x's halves swapped)·sin, multiplied and added in float32 and rounded once. A token's result
-does not depend on the others. Inference only; safe to capture in a CUDA graph.
+does not depend on the others. Backward, without a cache, is `kernels.gradients`; safe to capture in a CUDA graph.
 
 Shape letters: T tokens, H query heads, G key/value heads, D head size, N pages, S tokens of a page.
 """

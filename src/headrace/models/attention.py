@@ -7,6 +7,7 @@ S tokens of a page.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -104,50 +105,51 @@ class PackedContext:
         """The sequences, for a back end that attends by itself."""
         self.kept: dict[Any, Any] = {}
         """What such a back end works out from them once, for all layers."""
-        self._buckets: list[_Bucket] = []
-        sources: list[Tensor] = []
-        padded_place = torch.empty(self.num_tokens, dtype=torch.long)
-        filled = 0
-        for members in group_by_length(lengths):
-            longest = lengths[members[0]]
-            offsets = torch.arange(longest)
-            first = torch.tensor([starts[i] for i in members])[:, None]
-            last = torch.tensor([starts[i + 1] - 1 for i in members])[:, None]
-            source = first + offsets
-            place = filled + torch.arange(source.numel()).view_as(source)
-            real = source <= last
-            padded_place[source[real]] = place[real]
-            sources.append(torch.minimum(source, last).flatten())
-            self._buckets.append(_Bucket(len(members), longest))
-            filled += source.numel()
-        # Equal lengths: the batch already is the bucket, in order.
-        self._already_padded = len(self._buckets) == 1 and filled == self.num_tokens
-        self._ragged = Ragged.of(lengths, lengths, device)
-        if not self._already_padded:
-            self._source = upload(torch.cat(sources), device)
-            self._padded_place = upload(padded_place, device)
+        self._lengths, self._starts, self._device = list(lengths), starts, device
+        # The batch already is the bucket, in order.
+        self._already_padded = len(set(lengths)) == 1
         self.positions: Tensor = upload(torch.cat([torch.arange(n) for n in lengths]), device)
         """Each token's place in its own sequence (T,): the positions a forward pass over this batch wants."""
 
     def attend(self, layer: int, q_thd: Tensor, k_tgd: Tensor, v_tgd: Tensor) -> Tensor:
         if self._already_padded:
-            return self._attend_bucket(self._buckets[0], q_thd, k_tgd, v_tgd)
+            return _attend_bucket(_Bucket(len(self._lengths), self._lengths[0]), q_thd, k_tgd, v_tgd)
         if has_kernel(q_thd.device, q_thd.dtype, q_thd.shape[-1]):
             return ragged_attention(q_thd, k_tgd, v_tgd, self._ragged)
-        sizes = [bucket.sequences * bucket.length for bucket in self._buckets]
-        queries, keys, values = (
-            x.index_select(0, self._source).split_with_sizes(sizes) for x in (q_thd, k_tgd, v_tgd)
-        )
-        outputs = [
-            self._attend_bucket(bucket, q, k, v)
-            for bucket, q, k, v in zip(self._buckets, queries, keys, values, strict=True)
-        ]
-        return torch.cat(outputs).index_select(0, self._padded_place)
+        buckets, source, padded_place = self._padding
+        sizes = [bucket.sequences * bucket.length for bucket in buckets]
+        parts = (x.index_select(0, source).split_with_sizes(sizes) for x in (q_thd, k_tgd, v_tgd))
+        outputs = [_attend_bucket(bucket, *part) for bucket, *part in zip(buckets, *parts, strict=True)]
+        return torch.cat(outputs).index_select(0, padded_place)
 
-    @staticmethod
-    def _attend_bucket(bucket: _Bucket, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (x.view(bucket.sequences, bucket.length, *x.shape[1:]) for x in (q, k, v))
-        return causal_attention(q, k, v).flatten(0, 1)
+    @cached_property
+    def _ragged(self) -> Ragged:
+        return Ragged.of(self._lengths, self._lengths, self._device)
+
+    @cached_property
+    def _padding(self) -> tuple[list[_Bucket], Tensor, Tensor]:
+        """(buckets, the token at each place in them, padding included, each token's place)."""
+        buckets: list[_Bucket] = []
+        sources: list[Tensor] = []
+        padded_place = torch.empty(self.num_tokens, dtype=torch.long)
+        filled = 0
+        for members in group_by_length(self._lengths):
+            longest = self._lengths[members[0]]
+            first = torch.tensor([self._starts[i] for i in members])[:, None]
+            last = torch.tensor([self._starts[i + 1] - 1 for i in members])[:, None]
+            source = first + torch.arange(longest)
+            place = filled + torch.arange(source.numel()).view_as(source)
+            real = source <= last
+            padded_place[source[real]] = place[real]
+            sources.append(torch.minimum(source, last).flatten())
+            buckets.append(_Bucket(len(members), longest))
+            filled += source.numel()
+        return buckets, upload(torch.cat(sources), self._device), upload(padded_place, self._device)
+
+
+def _attend_bucket(bucket: _Bucket, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.view(bucket.sequences, bucket.length, *x.shape[1:]) for x in (q, k, v))
+    return causal_attention(q, k, v).flatten(0, 1)
 
 
 class CachedContext:

@@ -28,6 +28,7 @@ class OpenBuffer(Protocol):
         steps: int,
         first_sequence: int = 0,
         generating: int | None = None,
+        group_size: int = 1,
     ) -> Buffer: ...
 
 
@@ -103,6 +104,22 @@ class BufferContract:
         buffer = open_buffer(config, batch_groups=2, version=0, steps=9, generating=3)
         tickets = await _admit_all(buffer)
         assert len(tickets) == 3
+        await _put(buffer, tickets[0])
+        assert [t.sequence for t in await _admit_all(buffer)] == [3]
+
+    @on_loop()
+    async def test_generating_counts_the_episodes_that_have_not_ended(self, open_buffer: OpenBuffer) -> None:
+        config = BufferConfig(type="unbounded")
+        buffer = open_buffer(config, batch_groups=2, version=0, steps=9, generating=6, group_size=4)
+        tickets = await _admit_all(buffer)
+        assert len(tickets) == 2
+        for ticket in (*tickets, tickets[0]):
+            assert await _admit_all(buffer) == []
+            buffer.ended(ticket)
+        assert [t.sequence for t in await _admit_all(buffer)] == [2]
+        # Four, two and three still generate: what ends without having been told of counts too.
+        await buffer.drop(tickets[1])
+        assert await _admit_all(buffer) == []
         await _put(buffer, tickets[0])
         assert [t.sequence for t in await _admit_all(buffer)] == [3]
 

@@ -126,8 +126,8 @@ class TrainingConfig(Config):
     lora: LoraConfig | None = None
     """None: all weights are trained."""
     micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
-    """Most tokens, prompts included, in one forward-backward pass. What is shared (`share_prefixes`) counts
-    once."""
+    """Most tokens, prompts included, in one forward-backward pass. On CUDA in bfloat16, what is shared
+    (`share_prefixes`) counts once."""
     recompute: bool = False
     """Keep each layer's input alone for the backward pass and compute the rest again: less memory, one
     forward pass more. For the native back end."""

@@ -30,10 +30,11 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
 
 class Optimizer:
-    """AdamW over named float32 parameters. Gradients exist from the beginning and are added to in place."""
+    """AdamW over those of the named float32 parameters that want gradients. These exist from the beginning and are
+    added to in place."""
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig):
-        self._parameters = dict(parameters)
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         self._config = config
         self._adamw = torch.optim.AdamW(
             self._parameters.values(),

@@ -160,7 +160,7 @@ def micro_batches(sequences: Sequence[TrainingSequence], budget: int, *, shared:
     Neighbours with the same beginning stay together, as far as a balanced cut allows: a back end may compute
     what they share once. With `shared` it does, and what they begin with counts once.
     """
-    units, tokens = _units(sequences, budget // 4, shared)
+    units, tokens = _units(sequences, budget, shared)
     return [[i for unit in members for i in units[unit]] for members in partition(tokens, budget)]
 
 
@@ -179,20 +179,23 @@ def minibatches(
     return [part for part in parts if part] or [[]]
 
 
-def _units(sequences: Sequence[TrainingSequence], most: int, shared: bool) -> tuple[list[list[int]], list[int]]:
-    """(runs of sequences with equal first contexts, cut at `most` tokens; the tokens of each)."""
+def _units(sequences: Sequence[TrainingSequence], budget: int, shared: bool) -> tuple[list[list[int]], list[int]]:
+    """(runs of sequences with equal first contexts; the tokens of each), cut where they pass a quarter of `budget`.
+    With `shared` a context does not count for that cut, and they stay within the budget."""
     units: list[list[int]] = []
     tokens: list[int] = []
-    before = None
+    before, beyond = None, 0
     for i, sequence in enumerate(sequences):
         context = sequence.turns[0].context
         more = sequence.length - (len(context) if shared else 0)
-        if before is None or tokens[-1] + more > most or not np.array_equal(context, before):
+        alike = before is not None and np.array_equal(context, before)
+        if not alike or beyond + more > budget // 4 or tokens[-1] + more > budget:
             units.append([])
-            tokens.append(0)
-            more = sequence.length
+            tokens.append(sequence.length - more)
+            beyond = 0
         units[-1].append(i)
         tokens[-1] += more
+        beyond += more
         before = context
     return units, tokens
 

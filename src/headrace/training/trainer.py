@@ -102,20 +102,10 @@ class LocalTrainer:
             max_staleness=self._max_staleness,
             vocab_size=self._backend.vocab_size,
         )
-        config, sequences = self._config, training_sequences(batch)
-        if self._reference is not None:
-            found = self._score(sequences, self._reference.logprobs)
-            sequences = [one._replace(reference=column) for one, column in zip(sequences, found, strict=True)]
-            # In a control experiment nothing is to be learned, and the price would teach.
-            if not self._pays_in_loss and not config.shuffle_rewards:
-                batch, sequences = with_prices(batch, sequences, config)
-        if config.epochs * config.minibatches > 1 and wants_proximal(config.corrections):
-            found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
-            sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
         if self._teacher is not None:
             self._teacher.advance(self.step, self.version)
-        if config.distillation is not None and not config.distillation.rewards:
-            sequences = [one._replace(advantage=0.0) for one in sequences]
+        config = self._config
+        batch, sequences = self._with_signals(batch, training_sequences(batch))
         updates = [
             part
             for epoch in range(config.epochs)
@@ -139,6 +129,25 @@ class LocalTrainer:
         teacher = None if self._teacher is None else self._teacher.version
         return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds, teacher=teacher)
 
+    def _with_signals(
+        self, batch: Batch, sequences: list[TrainingSequence]
+    ) -> tuple[Batch, list[TrainingSequence]]:
+        """With what is known of tokens before the first update: the reference's log-probs, or their price in the
+        rewards, and the policy's own."""
+        config = self._config
+        if self._reference is not None:
+            found = self._score(sequences, self._reference.logprobs)
+            sequences = [one._replace(reference=column) for one, column in zip(sequences, found, strict=True)]
+            # In a control experiment nothing is to be learned, and the price would teach.
+            if not self._pays_in_loss and not config.shuffle_rewards:
+                batch, sequences = with_prices(batch, sequences, config)
+        if config.epochs * config.minibatches > 1 and wants_proximal(config.corrections):
+            found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
+            sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
+        if config.distillation is not None and not config.distillation.rewards:
+            sequences = [one._replace(advantage=0.0) for one in sequences]
+        return batch, sequences
+
     def _gradient(self, sequences: list[TrainingSequence], batch: Batch) -> tuple[Total, float]:
         """The clipped gradient of one update: (sums over its tokens, norm before). Without one after an error."""
         config = self._config
@@ -161,8 +170,8 @@ class LocalTrainer:
         return total, grad_norm
 
     def _packed(self, sequences: Sequence[TrainingSequence]) -> Iterable[Packed]:
-        config = self._config
-        return pack_micro_batches(sequences, config.micro_batch_tokens, shared=config.shares_prefixes)
+        budget, shared = self._config.micro_batch_tokens, self._backend.counts_shared_once
+        return pack_micro_batches(sequences, budget, shared=shared)
 
     def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(log-probs, entropies, divergences from the teacher if there is one) of the trained tokens."""
@@ -194,7 +203,7 @@ class LocalTrainer:
         columns = []
         with torch.no_grad():
             for members in micro_batches(
-                sequences, self._config.micro_batch_tokens, shared=self._config.shares_prefixes
+                sequences, self._config.micro_batch_tokens, shared=self._backend.counts_shared_once
             ):
                 order += members
                 columns.append(logprobs(pack([sequences[i] for i in members])))

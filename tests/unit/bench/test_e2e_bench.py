@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import numpy as np
 import pytest
 
-from headrace.bench.e2e import TINY, ideal_rate, row_of, run
+from headrace.bench.e2e import TINY, Load, figures_of, ideal_rate, row_of, run
 from headrace.bench.window import Window, window
 from headrace.cli.bench import BENCHMARKS
 from headrace.errors import ConfigError
@@ -27,6 +29,9 @@ def test_a_window_is_what_lies_between_the_first_and_the_last_steps() -> None:
     assert seen.engine == {"busy": 12.0, "idle": 0.0, "overhead": 0.0}
     assert seen.trainer == {"busy": 0.0, "idle": 6.0, "overhead": 0.0}
     assert (seen.staleness_mean, seen.staleness_max) == (2.5 / 3, 4)
+    # For 3, 4 and 5 tokens of 2.5 s each, steps of 10 s took 2.5 s too long, as expected, and 2.5 s too few.
+    assert seen.error_frac == pytest.approx(2.5 * 3**0.5 / 30)
+    assert window(lines[:3], 2).error_frac == 0
 
 
 def test_a_device_that_does_both_is_as_fast_as_their_times_together_allow() -> None:
@@ -35,7 +40,7 @@ def test_a_device_that_does_both_is_as_fast_as_their_times_together_allow() -> N
 
 def test_a_synchronous_run_is_allowed_to_gain_its_tail_and_its_waits() -> None:
     busy = {"idle": 0.0, "overhead": 0.0}
-    seen = Window(2, 20.0, 1000, {"busy": 12.0, **busy}, {"busy": 5.0, **busy}, 0.0, 0)
+    seen = Window(2, 20.0, 1000, 0.1, {"busy": 12.0, **busy}, {"busy": 5.0, **busy}, 0.0, 0)
     row = row_of("synchronous", 8, seen, engine_rate=200.0, ideal=100.0)
     # At full speed 1,000 tokens take 5 s of the 12; for 3 s nobody worked.
     assert (row["tail_s"], row["waiting_s"]) == (3.5, 1.5)
@@ -44,25 +49,48 @@ def test_a_synchronous_run_is_allowed_to_gain_its_tail_and_its_waits() -> None:
     assert "gain_allowed" not in row_of("asynchronous", 8, seen, 200.0, 100.0)
 
 
-def test_the_asynchronous_run_is_set_beside_what_each_side_reaches_alone() -> None:
+def test_figures_are_of_the_fastest_synchronous_run() -> None:
+    asynchronous = {"trained_tokens_per_s": 80.0, "over_ideal": 0.9}
+    slow = {"trained_tokens_per_s": 20.0, "gain_allowed": 5.0}
+    fast = {"trained_tokens_per_s": 40.0, "gain_allowed": 2.5}
+    assert figures_of(asynchronous, []) == {"e2e_over_ideal": 0.9}
+    assert figures_of(asynchronous, [slow, fast]) == {
+        "e2e_over_ideal": 0.9,
+        "async_over_sync_gpu": 2.0,
+        "async_gain_over_allowed": 0.8,
+    }
+
+
+def test_sequences_that_are_met_are_longer_than_those_that_are_drawn() -> None:
+    load = Load(median=100, cap=10_000, sigma=0.5)
+    dice = np.random.default_rng(0)
+    drawn, met = load.lengths(dice, 100_000), load.met_lengths(dice, 100_000)
+    # A log-normal one's mean is exp(s²/2) times its median, and weighted by length exp(3 s²/2) times.
+    assert drawn.mean() == pytest.approx(100 * math.exp(0.125), rel=0.01)
+    assert met.mean() == pytest.approx(100 * math.exp(0.375), rel=0.02)
+    assert Load(median=100, cap=120).met_lengths(dice, 1000).max() == 120
+
+
+def test_the_engine_is_full_when_it_is_alone_and_a_run_is_set_beside_it() -> None:
     found = run(parts="async", device="cpu")
     alone, asynchronous = found["rows"]
     assert BENCHMARKS["e2e"] == "headrace.bench.e2e:run"
+    assert 0.8 * TINY.running < alone["running"] <= TINY.running
     assert alone["ideal_tokens_per_s"] == ideal_rate(alone["engine_tokens_per_s"], alone["trainer_tokens_per_s"])
-    assert found["figures"] == {"e2e_over_ideal": asynchronous["over_ideal"]}
-    assert asynchronous["groups"] == TINY.groups
-    assert asynchronous["trained_tokens_per_s"] / alone["ideal_tokens_per_s"] == asynchronous["over_ideal"] > 0
+    assert asynchronous["over_ideal"] == asynchronous["trained_tokens_per_s"] / alone["ideal_tokens_per_s"]
+    assert 0 < asynchronous["staleness_mean"] <= asynchronous["staleness_max"] <= TINY.max_staleness
+    assert found["figures"] == {}, "there are none of a CPU"
 
 
 @pytest.mark.full
-def test_the_gain_is_set_beside_what_the_best_synchronous_run_allows() -> None:
-    found = run(device="cpu")
-    _, *synchronous, asynchronous = found["rows"]
+def test_synchronous_runs_of_several_sizes_are_never_stale() -> None:
+    found = run(parts="sync", device="cpu")
+    _, *synchronous = found["rows"]
     assert [row["groups"] for row in synchronous] == list(TINY.sync_groups)
-    best = max(synchronous, key=lambda row: row["trained_tokens_per_s"])
-    gain = asynchronous["trained_tokens_per_s"] / best["trained_tokens_per_s"]
-    assert found["figures"]["async_over_sync_cpu"] == gain
-    assert found["figures"]["async_gain_over_allowed"] == gain / best["gain_allowed"]
+    for row in synchronous:
+        assert row["staleness_max"] == 0
+        spent = row["generation_s"] + row["training_s"] + row["waiting_s"]
+        assert spent == pytest.approx(row["step_s"])
 
 
 def test_an_unknown_part_is_refused() -> None:

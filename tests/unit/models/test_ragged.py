@@ -65,6 +65,15 @@ def test_a_row_may_be_a_key_of_several_sequences():
         torch.testing.assert_close(one, another, rtol=2e-2, atol=2e-2 if DEVICE == "cuda" else 1e-6)
 
 
+def test_a_rows_gradient_is_the_sum_over_all_that_it_is_a_key_of():
+    ragged = Ragged.of([1], [4], "cpu", torch.tensor([0, 2, 0, 0]))
+    given = torch.zeros(3, 1, 1, dtype=torch.bfloat16)
+    of_keys = torch.tensor([256.0, 5.0, 1.0, 1.0], dtype=torch.bfloat16).view(4, 1, 1)
+    # One after the other in bfloat16, whose neighbours are 2 apart there, both ones would be lost.
+    assert ragged.gradient_of(given, of_keys).flatten().tolist() == [258.0, 0.0, 5.0]
+    assert ragged.keys_of(torch.arange(3)).tolist() == [0, 2, 0, 0]
+
+
 def test_there_is_a_kernel_for_half_precision_on_newer_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert has_kernel("cuda", torch.bfloat16, 128)

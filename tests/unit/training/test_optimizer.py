@@ -80,3 +80,13 @@ def test_state_moved_to_a_fresh_optimizer_goes_on_bitwise_the_same() -> None:
     run(resumed, other, range(2, 4))
     assert torch.equal(whole, resumed)
     assert sorted(saved) == ["exp_avg/w", "exp_avg_sq/w", "step/w"]
+
+
+def test_a_parameter_that_wants_no_gradient_is_left_alone() -> None:
+    moved, fixed = (torch.nn.Parameter(torch.ones(3), requires_grad=wants) for wants in (True, False))
+    optimizer = Optimizer({"moved": moved, "fixed": fixed}, OptimizerConfig(weight_decay=0.5))
+    moved.grad = torch.ones(3)
+    optimizer.step(0.1)
+    assert moved.max() < 1
+    assert fixed.tolist() == [1.0, 1.0, 1.0]
+    assert {name.split("/")[-1] for name in optimizer.tensors()} == {"moved"}

@@ -144,13 +144,17 @@ def test_a_groups_sequences_share_a_micro_batch_where_that_keeps_it_balanced() -
         assert counts.tolist() == [4, 4, 4, 4]
 
 
-def test_a_prompt_that_is_computed_once_counts_once() -> None:
-    prompt = list(range(20))
-    episodes = [episode(turn(ints(100 + i // 4, *prompt), ints(2, 3, 4, 5))) for i in range(8)]
+@pytest.mark.parametrize(("prompt", "budget", "passes"), [(20, 60, 2), (20, 66, 1), (50, 132, 1)])
+def test_a_prompt_that_is_computed_once_counts_once(prompt: int, budget: int, passes: int) -> None:
+    episodes = [episode(turn(ints(100 + i // 4, *range(prompt)), ints(2, 3, 4, 5))) for i in range(8)]
     sequences = training_sequences(batch_of(episodes, [1.0] * 8))
-    assert [one.length for one in sequences] == [24] * 8
-    assert sorted(map(sorted, micro_batches(sequences, 132, shared=True))) == [list(range(8))]
-    assert len(micro_batches(sequences, 132)) == 2
+    assert [one.length for one in sequences] == [prompt + 4] * 8
+    # A group has its prompt and three tokens of each sequence, of which the last is no input.
+    found = micro_batches(sequences, budget, shared=True)
+    assert len(found) == passes
+    for members in found:
+        assert len({i // 4 for i in members}) * 4 == len(members), "groups are whole"
+    assert len(micro_batches(sequences, budget)) == 4
 
 
 def test_cutting_a_batch_keeps_every_trained_token() -> None:

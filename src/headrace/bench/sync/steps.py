@@ -26,7 +26,7 @@ import torch
 
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
-from headrace.bench.pair import DEADLINE_S, pair
+from headrace.bench.pair import DEADLINE_S, ended, pair
 from headrace.bench.small_model import write_tokenizer
 from headrace.bench.sync import lesson
 from headrace.bench.sync.served import all_have
@@ -125,14 +125,12 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
         spent: dict[bool, list[float]] = {False: [], True: []}
         ratios: list[float] = []
         for index in range(work.blocks):
-            pair = {publishing: await block(publishing) for publishing in ((False, True), (True, False))[index % 2]}
-            ratios.append(statistics.median(pair[True]) / statistics.median(pair[False]))
-            for publishing, seconds in pair.items():
+            both = {publishing: await block(publishing) for publishing in ((False, True), (True, False))[index % 2]}
+            ratios.append(statistics.median(both[True]) / statistics.median(both[False]))
+            for publishing, seconds in both.items():
                 spent[publishing] += seconds
         usage = await engine.usage()
-        for task in load:
-            task.cancel()
-        await asyncio.gather(*load, return_exceptions=True)
+        await ended(load)
     without, with_sync = (statistics.median(spent[publishing]) for publishing in (False, True))
     return {
         "part": "steps",

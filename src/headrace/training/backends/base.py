@@ -32,12 +32,15 @@ Weights = dict[str, torch.Tensor]
 
 class Backend(Protocol):
     """A causal language model with float32 parameters. Forward and backward run in the dtype it was built with:
-    each pass casts the parameters, as the engine that serves them does, and gradients arrive in float32.
+    each pass casts the parameters, as the engine that serves them does, and gradients arrive in float32. They are
+    changed in place, and not between a pass and its backward pass.
 
     With an adapter, its tensors are the parameters; the model's own weights are frozen and kept in that dtype."""
 
     vocab_size: int
     device: torch.device
+    counts_shared_once: bool
+    """Whether what sequences of a pass begin with in common takes time and memory once."""
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         """The live parameters under their Hugging Face names, an adapter's under those of PEFT's files; a tied head

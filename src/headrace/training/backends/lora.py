@@ -1,7 +1,8 @@
 """A LoRA adapter inside a model, by PEFT.
 
-Its tensors have the names and shapes of PEFT's adapter_model.safetensors. They are float32; a pass casts them to
-the dtype it computes in, which is the frozen weights' own:
+Its tensors have the names and shapes of PEFT's adapter_model.safetensors. They are made in float32. A back end may
+keep those as masters (`backends.masters`) and have the model compute in the frozen weights' dtype; `merged` and
+`save` are then for within `Masters.in_place`:
 
     y = W x + (alpha / rank) · B (A x)
 """

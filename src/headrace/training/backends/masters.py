@@ -17,7 +17,10 @@ from torch import Tensor, nn
 
 class Masters:
     """Of a model's float32 parameters, which are of `dtype` from here on. Where that is float32 they stay as they
-    are, and are their own masters."""
+    are, and are their own masters.
+
+    Masters are changed in place, and by no one between a pass and its backward pass.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype):
         self.parameters: dict[str, nn.Parameter] = dict(parameters)
@@ -26,9 +29,11 @@ class Masters:
         if dtype == torch.float32:
             return
         for name, parameter in parameters.items():
-            self.parameters[name] = nn.Parameter(parameter.data)
+            master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
             parameter.data = parameter.data.to(dtype)
-            parameter.register_post_accumulate_grad_hook(_hand_over(self.parameters[name]))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_hand_over(master))
+            self.parameters[name] = master
             self._own.append(parameter)
 
     def cast(self) -> None:
@@ -39,9 +44,12 @@ class Masters:
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it the model's own parameters are the masters, to be saved."""
+        if not self._own:
+            yield
+            return
         cast = [parameter.data for parameter in self._own]
         try:
-            for parameter, master in zip(self._own, self.parameters.values(), strict=bool(self._own)):
+            for parameter, master in zip(self._own, self.parameters.values(), strict=True):
                 parameter.data = master.data
             yield
         finally:

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch.func import functional_call
 
-from headrace.models import AttentionContext, Ops, PackedContext, load_model, save_model
+from headrace.models import AttentionContext, Ops, PackedContext, has_kernel, load_model, save_model
 from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, HEAD_AND_EMBEDDING, Adapter
 from headrace.training.backends.masters import Masters
@@ -59,6 +59,8 @@ class NativeBackend:
         self._masters = Masters(inside, dtype)
         self._parameters = dict(zip(names, self._masters.parameters.values(), strict=True))
         self.vocab_size = self._model.config.vocab_size
+        self._head_size = self._model.config.head_dim
+        self.counts_shared_once = share_prefixes and has_kernel(self.device, dtype, self._head_size)
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
@@ -75,11 +77,10 @@ class NativeBackend:
         tokens_u, positions_u, sources_n = packed.tokens_t, packed.positions_t, packed.sources_n
         tree = prefix_tree(packed.tokens_t, packed.lengths_s) if self._share_prefixes else None
         context: AttentionContext
-        if tree is None or tree.saving < MIN_SAVING:
+        if tree is None or tree.saving <= (0 if self.counts_shared_once else MIN_SAVING):
             context = PackedContext(packed.lengths_s.tolist(), self.device)
         else:
-            head_size = self._model.config.head_dim
-            context = tree_context(tree, packed.lengths_s.tolist(), self.device, self._dtype, head_size)
+            context = tree_context(tree, packed.lengths_s.tolist(), self.device, self._dtype, self._head_size)
             tokens_u, positions_u = tokens_u[tree.tokens_u], positions_u[tree.tokens_u]
             sources_n = tree.nodes_t[sources_n]
         inputs = (to_device(tokens_u, self.device), to_device(positions_u, self.device), context)

@@ -49,6 +49,8 @@ class _Pass(NamedTuple):
 class TransformersBackend:
     """Trains what `AutoModelForCausalLM` loads. Dropout is off: a token's log-prob must be reproducible."""
 
+    counts_shared_once = False
+
     def __init__(
         self,
         folder: str | Path,

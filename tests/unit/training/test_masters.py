@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from headrace.training.backends.masters import Masters
+
+
+def test_a_parameter_that_wants_no_gradient_is_cast_like_the_others() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    masters = Masters(dict(model.named_parameters()), torch.bfloat16)
+    assert [p.dtype for p in model.parameters()] == [torch.bfloat16] * 2
+    assert not masters.parameters["bias"].requires_grad
+    with torch.no_grad():
+        masters.parameters["bias"].fill_(1 + 2**-12)
+    masters.cast()
+    assert model.bias.tolist() == [1.0, 1.0]
+    model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
+    assert masters.parameters["bias"].grad is None
+    assert masters.parameters["weight"].grad.tolist() == [[1.0, 1.0]] * 2
+    assert model.weight.grad is None
+    with masters.in_place():
+        assert model.bias.tolist() == [1 + 2**-12] * 2
+    assert model.bias.dtype == torch.bfloat16
+
+
+def test_float32_parameters_are_their_own_masters() -> None:
+    model = nn.Linear(2, 2)
+    masters = Masters(dict(model.named_parameters()), torch.float32)
+    assert masters.parameters["weight"] is model.weight
+    masters.cast()
+    with masters.in_place():
+        assert model.weight.dtype == torch.float32
