@@ -17,6 +17,7 @@ FLOOR = {
     "usage",
     "ipc",
     "workers",
+    "clocks",
     "references",
     "tokenizer",
     "ledger",
@@ -24,7 +25,7 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "publication", "evaluation", "resume", "config"}
+PIPELINE = {"pipeline", "publication", "turns", "evaluation", "resume", "config"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
 FACES = {"base", "config"}

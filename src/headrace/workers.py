@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace.clocks import Clocks
 from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
 from headrace.ipc import ORPHANED, Channel, Peer, Stop, telling
 from headrace.records import Nested, Record, message
@@ -127,17 +128,17 @@ class _Worker:
         peer.on_message = self._received
         peer.died.add_done_callback(self._died)
 
-    async def run(self, job_id: int, body: Nested, respond: Respond | None, timeout_s: float, kind: str) -> Any:
+    async def run(self, job_id: int, body: Nested, respond: Respond | None, clocks: Clocks, kind: str) -> Any:
         if self.gone:
             raise _Gone(self.gone)
         job = self.jobs[job_id] = _Running(asyncio.get_running_loop().create_future(), respond)
         try:
             self.peer.tell(Job(id=job_id, body=body))
-            async with asyncio.timeout(timeout_s):
+            async with clocks.deadline():
                 return await job.result
         except TimeoutError:
             await self._cancel(job_id)
-            raise EpisodeFailure(f"{kind}_timeout", f"no result within {timeout_s:g} s") from None
+            raise EpisodeFailure(f"{kind}_timeout", f"no result within {clocks.seconds:g} s") from None
         except ComponentDied:
             raise _Gone(self.gone or "crash") from None
         except asyncio.CancelledError:
@@ -242,7 +243,7 @@ class Pool:
         self._spawn = spawn
         self._count = workers
         self._slots = asyncio.Semaphore(workers * concurrency)
-        self._timeout_s = timeout_s
+        self._clocks = Clocks(timeout_s)
         self._start_s, self._say = start_s, say
         self._workers: list[_Worker] = []
         self._again = [_Apart(_SUSPECTS_TOGETHER), _Apart(1)]
@@ -267,7 +268,7 @@ class Pool:
         async with self._slots:
             worker = await self._least_loaded()
             try:
-                return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
+                return await worker.run(next(self._numbers), data, respond, self._clocks, self._kind)
             except _Gone as gone:
                 how = gone.how
         for apart in self._again:
@@ -276,10 +277,14 @@ class Pool:
             async with apart.slots:
                 worker = await apart.worker(self._new)
                 try:
-                    return await worker.run(next(self._numbers), data, respond, self._timeout_s, self._kind)
+                    return await worker.run(next(self._numbers), data, respond, self._clocks, self._kind)
                 except _Gone as gone:
                     how = gone.how
         raise EpisodeFailure(f"{self._kind}_{how}", f"the {self._kind}'s process ended")
+
+    def hold_clocks(self, held: bool) -> None:
+        """While they are held, the time of jobs does not count."""
+        self._clocks.hold(held)
 
     async def close(self, seconds: float) -> None:
         self._closing = True

@@ -81,3 +81,7 @@ class Rollouts(Protocol):
     def cut(self, episode_id: str) -> None:
         """End a running episode now; it comes back failed, with the reason "late"."""
         ...
+
+    def hold_clocks(self, held: bool) -> None:
+        """While they are held, because engines sleep say, the time that episodes take does not count."""
+        ...

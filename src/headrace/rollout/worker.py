@@ -217,6 +217,9 @@ class WorkerRollouts:
         if recorder is not None:
             recorder.cut()
 
+    def hold_clocks(self, held: bool) -> None:
+        self._pool.hold_clocks(held)
+
 
 _request_ids = itertools.count(1)
 

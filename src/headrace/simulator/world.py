@@ -166,6 +166,8 @@ class SimRollouts:
             request, sample_id = self._open[episode_id]
             request.engine.cut(sample_id)
 
+    def hold_clocks(self, held: bool) -> None: ...
+
 
 class SimScorers:
     def __init__(self, world: World):
