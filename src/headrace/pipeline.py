@@ -18,6 +18,7 @@
     revive      an engine's death     another engine in its place        its start and its first weights
     watch       nothing               a component dying                  never, in a good run
 
+Where engines and trainer share a machine's memory by turns, the engines sleep during a training step (turns.py).
 Everything it uses is injected as `Parts`; it imports no torch and touches no disk itself. Time is the event loop's.
 """
 
@@ -47,6 +48,7 @@ from headrace.telemetry.alarms import Alarms
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.training.checks import flaw
+from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
 
 T = TypeVar("T")
@@ -155,12 +157,27 @@ class Pipeline:
                 replace=parts.replace,
             ),
         )
+        self._turns = None if config.placement == "side_by_side" else self._take_turns()
         self._publishing: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
         self._begun = 0.0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         parts.buffer.on_late = self._cut
+
+    def _take_turns(self) -> Turns:
+        parts = self.parts
+        return Turns(
+            self.config,
+            TurnsParts(
+                publication=self.publication,
+                engines=parts.engines,
+                rollouts=parts.rollouts,
+                telemetry=parts.telemetry,
+                evaluator=parts.evaluator,
+                replace=parts.replace,
+            ),
+        )
 
     def stop(self) -> None:
         """End after the current step, with a checkpoint."""
@@ -312,7 +329,7 @@ class Pipeline:
             batch = await self._next_batch()
             if batch is None:
                 return
-            report = await self.parts.trainer.train(batch)
+            report = await self._trained(batch)
             progress.step, progress.version = batch.step, report.version
             produced = WeightVersion(number=report.version, parent=batch.version, step=progress.step)
             self.parts.journal.train(batch, produced, training.epochs, report.teacher)
@@ -321,6 +338,17 @@ class Pipeline:
             self.parts.telemetry.batch(batch, produced.number)
             self._steps_done.put_nowait((report, self._at_step_end()))
             await self._after_step(produced)
+
+    async def _trained(self, batch: Batch) -> StepReport:
+        if self._turns is None:
+            return await self.parts.trainer.train(batch)
+        step = batch.step
+        if self._evaluates(step):
+            # Afterwards the evaluator gets another version, and an evaluation does not end while it sleeps.
+            await self._settled(self._evaluation)
+        outdated = self._publishes(step) or step == self.config.training.steps
+        async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
+            return await self.parts.trainer.train(batch)
 
     def _notice_teacher(self, report: StepReport) -> None:
         if report.teacher != self._teacher:
@@ -365,15 +393,23 @@ class Pipeline:
         """Stage what has to leave the trainer before its weights change again."""
         config, step = self.config, self.progress.step
         last = step == config.training.steps
-        publish = step % config.sync.interval == 0 and not last
+        publish, judge, turns = self._publishes(step), self._evaluates(step), self._turns
         if self._keeps(step):
             await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
-        if self._evaluates(step):
+        if judge:
             await self._settled(self._evaluation)
-            await self._publish_now(produced, rollouts=publish, judge=True)
+        if judge or (publish and turns is not None):
+            await self._publish_now(produced, rollouts=publish, judge=judge)
         self.publication.produced(produced, due=publish)
+        if turns is not None:
+            await self._settled(self._publishing)
+            await turns.engines_turn(step=step, generating=not last, evaluating=self._evaluating)
         if step % config.training.checkpoint_every == 0 and not last:
             await self._checkpoint()
+
+    def _publishes(self, step: int) -> bool:
+        """Whether the rollout engines get this step's version. Nothing is sampled under the last."""
+        return step % self.config.sync.interval == 0 and step < self.config.training.steps
 
     def _keeps(self, step: int) -> bool:
         """Whether this version's weights are kept for the audit: runs of as many as one episode can span."""
@@ -385,6 +421,11 @@ class Pipeline:
     def _evaluates(self, step: int) -> bool:
         every, steps = self.config.evaluation.every, self.config.training.steps
         return self.parts.evaluator is not None and (step % every == 0 or step == steps)
+
+    @property
+    def _evaluating(self) -> bool:
+        """Whether an evaluation is under way, or waits for its version."""
+        return self._evaluation is not None and not self._evaluation.done()
 
     # ── publish: a staged version → engines ──────────────────────────────────────────────────────────────
 
@@ -431,7 +472,7 @@ class Pipeline:
             parts.eval_tasks,
             rollouts=parts.rollouts,
             scorers=parts.scorers,
-            engine=EnginePool([parts.evaluator], adapter=self.config.adapter),
+            engine=EnginePool([parts.evaluator], adapter=self.config.adapter, revive_s=self.config.revive_s),
             samples=settings.samples,
             concurrency=3 * self.config.engine.max_running // 2,
             sampling=Sampling(

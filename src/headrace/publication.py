@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,15 +123,30 @@ class Publication:
             error = ComponentDied(engine.name, "it died while it generated")
             self._parts.telemetry.event("engine_died", engine=engine.name)
             await self._replaced(engine, error)
-            try:
-                offer = await self._again(self._staged, [engine])
-                _, offer = await self._until_all_have_it(offer, [engine])
-            except (Superseded, _NotOffered):
-                # It has no weights until the version that the trainer has now goes to all.
-                self._due.set()
-                return
-            if self._config.check_served:
-                await self._check_served(offer, [engine])
+            await self._equip(engine, self._staged)
+
+    async def equip(self, engine: Engine) -> None:
+        """An engine's process was replaced: give it the weights that were staged last."""
+        async with self._sending:
+            if engine.version < 0 and self._staged is not None:
+                await self._equip(engine, self._staged)
+
+    async def _equip(self, engine: Engine, version: WeightVersion) -> None:
+        try:
+            offer = await self._again(version, [engine])
+            _, offer = await self._until_all_have_it(offer, [engine])
+        except (Superseded, _NotOffered):
+            # It has no weights until the version that the trainer has now goes to all.
+            self._due.set()
+            return
+        if self._config.check_served:
+            await self._check_served(offer, [engine])
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[None]:
+        """Within it no version is on its way to an engine: what was has arrived, and nothing else begins."""
+        async with self._sending:
+            yield
 
     async def _insist(
         self, version: WeightVersion, engines: Sequence[Engine], packed: asyncio.Future[None] | None = None

@@ -45,6 +45,7 @@ async def pair(
             "training": msgspec.to_builtins(training),
             "seed": seed,
             "max_staleness": None,
+            "gives_back": False,
             "sender": {"payload": "full", "dtype": training.dtype},
         }
         peer = await spawn("trainer", "headrace.training.remote:start", {**common, **options}, **places)

@@ -67,6 +67,10 @@ class RunConfig(Config):
     name: str | None = None
     """The run's folder is runs/NAME. None: the configuration file's name."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
+    placement: Literal["side_by_side", "turns"] = "side_by_side"
+    """How engines and trainer share a machine. `side_by_side`: both work at once. `turns`: while a batch is trained
+    the engines sleep, and their memory (KV cache and weights) is free for the trainer; requests wait, and go on
+    afterwards with their caches computed again."""
     environment: EnvironmentConfig = EnvironmentConfig()
     scorer: ScorerConfig = ScorerConfig()
     engine: EngineConfig = NativeEngineConfig()
@@ -79,8 +83,20 @@ class RunConfig(Config):
 
     @property
     def synchronous(self) -> bool:
-        """Whether generation and training take turns."""
+        """Whether no group is generated while a batch is trained."""
         return self.buffer.staleness_bound == 0
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether engines and trainer never work at the same time."""
+        return self.synchronous or self.placement == "turns"
+
+    @property
+    def revive_s(self) -> float:
+        """Longest that requests wait for an engine to be replaced and given weights, in seconds. Where it would
+        take the memory that the trainer has its turn with, the end of the training step comes first."""
+        step_s = self.limits.step_s if self.placement == "turns" else 0.0
+        return self.limits.start_s + 4 * self.sync.deadline_s + step_s
 
     @property
     def generating_episodes(self) -> int:
@@ -140,6 +156,12 @@ class RunConfig(Config):
                 "training samples with a temperature above 0: greedy completions of a group are all the same",
                 0,
                 "set environment.sampling.temperature",
+            )
+        if self.placement == "turns" and self.sync.min_interval_s > 0:
+            raise ConfigError(
+                'placement = "turns" publishes while engines sleep, and sync.min_interval_s would keep them asleep',
+                self.sync.min_interval_s,
+                "use sync.interval, which counts steps, or leave sync.min_interval_s out",
             )
         self._check_payload()
         self._check_transport()

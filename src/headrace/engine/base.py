@@ -150,7 +150,8 @@ class Engine(Sampler, Protocol):
     async def resume(self) -> None: ...
 
     async def sleep(self, keep_weights: bool) -> None:
-        """Free the KV cache, and the weights unless they are kept. Requests wait until `wake`, and can be cut.
+        """Free the KV cache, and the weights unless they are kept. Requests wait until `wake`, and can be cut. One
+        that sleeps already sleeps on, from now on without weights where they are not to be kept.
 
         A version that was on its way is forgotten; another can be published while the engine sleeps.
         """
@@ -158,7 +159,7 @@ class Engine(Sampler, Protocol):
 
     async def wake(self) -> None:
         """Go on with what waited, its cache computed again. Refused where the weights were not kept and no version
-        was swapped in since."""
+        was swapped in since. One that is awake is left as it is."""
         ...
 
     async def usage(self) -> Usage: ...

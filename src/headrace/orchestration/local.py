@@ -116,7 +116,7 @@ class _Run:
         self._restarts: Counter[str] = Counter()
         self._pipeline: Pipeline | None = None
         """Of the present attempt, once all its parts have started."""
-        self._threads = compute_threads(take_turns=config.synchronous)
+        self._threads = compute_threads(take_turns=config.takes_turns)
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
@@ -194,7 +194,7 @@ class _Run:
         telemetry = self._telemetry(start)
         closing.push_async_callback(telemetry.close)
         parts = Parts(
-            engines=EnginePool(engines[: len(names)], adapter=config.adapter, revive_s=self._revive_s),
+            engines=EnginePool(engines[: len(names)], adapter=config.adapter, revive_s=config.revive_s),
             rollouts=rollouts,
             scorers=WorkerScorers(scorers),
             buffer=MemoryBuffer(
@@ -247,6 +247,7 @@ class _Run:
             "seed": config.seed,
             "max_staleness": config.buffer.staleness_bound,
             "threads": config.training.threads or self._threads,
+            "gives_back": config.placement == "turns",
             "channel": self._channel,
             "sender": {
                 "payload": config.payload,
@@ -304,11 +305,6 @@ class _Run:
         self._say(f"{engine.name} is started again")
         engine.adopt(await self._engine_process(engine.name))
         await ready(engine.peer, EngineReady, self._config.limits.start_s, self._say)
-
-    @property
-    def _revive_s(self) -> float:
-        """Longest that requests wait for an engine to be replaced and given weights."""
-        return self._config.limits.start_s + 4 * self._config.sync.deadline_s
 
     def _say(self, words: str) -> None:
         if self._progress:

@@ -331,10 +331,12 @@ class SimEngine:
             self._settle(one)
             one.change = ("recomputed", "sleep")
         self._one_ended.set()
+        await self._stage("sleep")
 
     async def wake(self) -> None:
         if not self._has_weights:
             raise HeadraceError("an engine that slept without weights is given new ones before it wakes", self.name)
+        await self._stage("wake")
         self._stand(paused=self._paused, asleep=False)
 
     async def usage(self) -> Usage:

@@ -216,6 +216,24 @@ class InterruptTests(EngineTests):
         assert plain(turn.lineage) == [(0, old, "kept", "start"), rebuilt]
         await serves(engine, new)
 
+    @scenario
+    async def test_sleeping_twice_is_sleeping_and_waking_twice_is_being_awake(self, serving: Serving) -> None:
+        self.needs("sleep")
+        engine = serving.engine
+        old = await publish(serving)
+        for _ in range(2):
+            await engine.sleep(True)
+        for _ in range(2):
+            await engine.wake()
+        await serves(engine, old)
+        await engine.sleep(True)
+        await engine.sleep(False)
+        with pytest.raises(HeadraceError, match="before it wakes"):
+            await engine.wake()
+        new = await publish(serving)
+        await engine.wake()
+        await serves(engine, new)
+
 
 def _went_on(serving: Serving, turn: Turn, old: int, new: int, before: str) -> None:
     """The turn ran through a swap to its full length."""

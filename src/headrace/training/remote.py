@@ -143,14 +143,17 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     trainer = LocalTrainer(
         config, model=options["model"], seed=options["seed"], max_staleness=options["max_staleness"]
     )
-    TrainerServer(sock, trainer, open_sender(options["channel"], **options["sender"])).serve()
+    sender = open_sender(options["channel"], **options["sender"])
+    TrainerServer(sock, trainer, sender, gives_back=options["gives_back"]).serve()
 
 
 class TrainerServer:
     """Answers one call after another until told to stop; those of publication on a thread of their own."""
 
-    def __init__(self, sock: socket.socket, trainer: LocalTrainer, sender: Sender):
+    def __init__(self, sock: socket.socket, trainer: LocalTrainer, sender: Sender, *, gives_back: bool = False):
+        """`gives_back`: between training steps the memory that they need is for others."""
         self._trainer = trainer
+        self._gives_back = gives_back
         self._tokens = 0
         self._watch = Stopwatch()
         self._publishing = _Publishing(trainer, sender, self._send)
@@ -180,6 +183,8 @@ class TrainerServer:
             begun = time.perf_counter()
             with self._watch.state("busy"):
                 report = trainer.train(record.batch)
+                if self._gives_back:
+                    trainer.give_memory_back()
             self._tokens += int(report.metrics["tokens_trained"])
             seconds = time.perf_counter() - begun
             return Trained(call=record.call, report=msgspec.structs.replace(report, seconds=seconds))

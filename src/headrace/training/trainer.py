@@ -247,6 +247,11 @@ class LocalTrainer:
         device = self._backend.device
         return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
 
+    def give_memory_back(self) -> None:
+        """Let others on the device have what was freed, which torch keeps for the next step."""
+        if self._backend.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live float32 weights under their Hugging Face names, to be copied before the next `train`. Where
         there is an adapter, its own alone, under the names of PEFT's files."""

@@ -78,6 +78,23 @@ def test_cuda_ipc_needs_both_sides_on_a_gpu(file: Path, key: str):
     )
 
 
+def test_engines_that_sleep_until_a_version_comes_are_not_kept_waiting_for_it(file: Path):
+    assert refusal(file, "placement=turns", "sync.interval=3") is None
+    assert refusal(file, "placement=side_by_side", "sync.min_interval_s=5") is None
+    assert refusal(file, "placement=turns", "sync.min_interval_s=5") == (
+        'placement = "turns" publishes while engines sleep, and sync.min_interval_s would keep them asleep '
+        "(got 5.0); use sync.interval, which counts steps, or leave sync.min_interval_s out"
+    )
+
+
+def test_an_engine_s_place_is_waited_for_until_the_trainer_s_turn_has_ended(file: Path):
+    limits = ("limits.start_s=10", "sync.deadline_s=5", "limits.step_s=100")
+    beside, turns = (read_config(file, [*limits, f"placement={how}"]) for how in ("side_by_side", "turns"))
+    assert (beside.revive_s, turns.revive_s) == (30.0, 130.0)
+    assert (beside.takes_turns, turns.takes_turns) == (False, True)
+    assert read_config(file, ["buffer.type=none"]).takes_turns
+
+
 def test_an_option_of_another_transport_is_refused(file: Path):
     assert refusal(file, "sync.transport=files", "sync.folder=w") is None
     error = refusal(file, "sync.transport=http", "sync.folder=w")

@@ -84,6 +84,7 @@ def random_config(dice: random.Random) -> RunConfig:
             algorithm=DapoConfig() if least > 1 and dice.random() < 0.3 else GrpoConfig(),
         ),
         sync=random_sync(dice, most=min(3, (5 if bound is None else bound) + 1)),
+        placement=dice.choice(["side_by_side", "turns"]),
     )
     config.check()
     config.buffer.check()
