@@ -1,8 +1,10 @@
 """`headrace bench e2e`: generation and training on one device, beside what each reaches there alone.
 
     alone            the engine, its slots always full: g tokens a second; the trainer: t
-    synchronous      generation and training take turns, at several sizes of the batch
-    asynchronous     both at once
+    synchronous      each batch is generated and then trained on, at several sizes
+    asynchronous     both go on at once, side by side
+    turns            the same with `placement = "turns"`: while a batch is trained the engine sleeps (if asked for:
+                     `--set parts=async,turns,sync`)
 
 Taking turns without any loss the two train on 1 / (1/g + 1/t) tokens a second, which is called ideal here; where
 kernels of both run at the same time, more is possible. A synchronous run loses the time in which fewer and fewer
@@ -55,7 +57,8 @@ from headrace.telemetry.folder import RunFolder
 from headrace.training.config import OptimizerConfig, TrainingConfig
 from headrace.training.remote import RemoteTrainer
 
-PARTS = ("async", "sync")
+PARTS = ("async", "turns", "sync")
+NAMES = {"async": "asynchronous", "turns": "asynchronous, in turns", "sync": "synchronous"}
 LOOKS = 20
 """At the engine alone: how many sequences run."""
 
@@ -112,7 +115,7 @@ TINY = Load(
 
 
 def run(
-    parts: str = ",".join(PARTS),
+    parts: str = "async,sync",
     shape: str = "",
     device: str = "auto",
     groups: int = 0,
@@ -152,17 +155,13 @@ def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
         )
     ]
     figures: dict[str, float] = {}
-    runs: dict[str, list[dict[str, Any]]] = {"async": [], "sync": []}
-    if "sync" in wanted:
-        for groups in load.sync_groups:
-            seen = bench.run(groups, synchronous=True)
-            runs["sync"].append(drive.kept(row_of("synchronous", groups, seen, engine, ideal)))
-    if "async" in wanted:
-        seen = bench.run(load.groups, synchronous=False)
-        runs["async"].append(drive.kept(row_of("asynchronous", load.groups, seen, engine, ideal)))
+    runs: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
+    for part in (part for part in PARTS if part in wanted):
+        for groups in load.sync_groups if part == "sync" else (load.groups,):
+            runs[part].append(drive.kept(row_of(NAMES[part], groups, bench.run(groups, part), engine, ideal)))
     if bench.place.type == "cuda" and runs["async"]:
         figures = figures_of(runs["async"][0], runs["sync"])
-    return result("e2e", [*rows, *runs["sync"], *runs["async"]], figures)
+    return result("e2e", [*rows, *itertools.chain(*runs.values())], figures)
 
 
 def figures_of(asynchronous: dict[str, Any], synchronous: list[dict[str, Any]]) -> dict[str, float]:
@@ -280,21 +279,20 @@ class _Bench:
 
     # ── Runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    def run(self, groups: int, *, synchronous: bool) -> Window:
-        load = self.load
+    def run(self, groups: int, part: str) -> Window:
+        load, synchronous = self.load, part == "sync"
         counted = -(-load.sync_counted // groups)
         steps, *outside = (1 + counted, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
-        name = "synchronous" if synchronous else "asynchronous"
-        drive.say(f"e2e: {name}, batches of {groups} groups …")
-        folder = self._scratch / f"{name}-{groups}"
-        summary = train(self._config(groups, steps, synchronous), folder=folder, progress=True)
+        drive.say(f"e2e: {NAMES[part]}, batches of {groups} groups …")
+        folder = self._scratch / f"{part}-{groups}"
+        summary = train(self._config(groups, steps, part), folder=folder, progress=True)
         if not summary["finished"]:
-            raise HeadraceError("the benchmark was stopped", name)
+            raise HeadraceError("the benchmark was stopped", NAMES[part])
         seen = window(RunFolder(folder).read_metrics(), *outside)
         shutil.rmtree(folder)
         return seen
 
-    def _config(self, groups: int, steps: int, synchronous: bool) -> RunConfig:
+    def _config(self, groups: int, steps: int, part: str) -> RunConfig:
         load, on_gpu = self.load, self.place.type == "cuda"
         bounded = BufferConfig(type="bounded", max_staleness=load.max_staleness, order="first_finished")
         options = {
@@ -312,7 +310,8 @@ class _Bench:
             environment=EnvironmentConfig(source="headrace.bench.workload:GivenLengths", max_tokens=load.cap),
             scorer=ScorerConfig(source="headrace.bench.workload:waiting_score", concurrency=4096),
             engine=self._engine(),
-            buffer=BufferConfig(type="none") if synchronous else bounded,
+            buffer=BufferConfig(type="none") if part == "sync" else bounded,
+            placement="turns" if part == "turns" else "side_by_side",
             training=self._training(groups, steps),
             sync=SyncConfig(transport="cuda_ipc" if on_gpu else "shared_memory"),
             recording=RecordingConfig(episodes=0.0, tensorboard=False, keep_versions_every=10**6),

@@ -83,9 +83,11 @@ def test_the_engine_is_full_when_it_is_alone_and_a_run_is_set_beside_it() -> Non
 
 
 @pytest.mark.full
-def test_synchronous_runs_of_several_sizes_are_never_stale() -> None:
-    found = run(parts="sync", device="cpu")
-    _, *synchronous = found["rows"]
+def test_runs_in_turns_may_be_stale_and_synchronous_ones_never_are() -> None:
+    found = run(parts="sync,turns", device="cpu")
+    _, in_turns, *synchronous = found["rows"]
+    assert in_turns["run"] == "asynchronous, in turns"
+    assert 0 < in_turns["staleness_max"] <= TINY.max_staleness
     assert [row["groups"] for row in synchronous] == list(TINY.sync_groups)
     for row in synchronous:
         assert row["staleness_max"] == 0
@@ -94,5 +96,5 @@ def test_synchronous_runs_of_several_sizes_are_never_stale() -> None:
 
 
 def test_an_unknown_part_is_refused() -> None:
-    with pytest.raises(ConfigError, match="known: async, sync"):
+    with pytest.raises(ConfigError, match="known: async, turns, sync"):
         run(parts="both")
