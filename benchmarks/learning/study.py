@@ -53,7 +53,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "student": Size(512, 6, 8, 1500, 512),
-    "teacher": Size(768, 12, 12, 6000, 512),
+    "teacher": Size(768, 8, 12, 2000, 512),
     "tiny": Size(64, 2, 4, 200, 32),
 }
 
@@ -124,17 +124,18 @@ def make_model(size: Size, tokenizer: Tokenizer, device: str) -> CausalLM:
 
 def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, device: str) -> float:
     """Supervised steps on worked examples, of which so many think; returns the last loss."""
-    dice, examples, end = random.Random(0), unseen(1), tokenizer.token_to_id(END)
+    dice, examples, ids = random.Random(0), unseen(1), tokenizer.get_vocab()
+    torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     loss = torch.zeros(())
     for step in range(size.steps):
         # First both ways alike, so that the means are there; then as rarely as is wanted.
-        share = 0.5 if step < 0.8 * size.steps else thinking_share
+        share = max(0.5, thinking_share) if step < 0.8 * size.steps else thinking_share
         sequences, targets = [], []
         for chain in islice(examples, size.batch):
-            asked = tokenizer.encode(prompt(chain)).ids
-            told = tokenizer.encode((thinking if dice.random() < share else lazy)(chain)).ids
-            sequences.append([*asked, *told, end])
+            asked = prompt(chain).split()
+            told = (thinking if dice.random() < share else lazy)(chain).split()
+            sequences.append([ids[word] for word in (*asked, *told, END)])
             targets.append([False] * (len(asked) - 1) + [True] * (len(told) + 1) + [False])
         context = PackedContext([len(s) for s in sequences], device)
         tokens = torch.tensor([token for s in sequences for token in s], device=device)

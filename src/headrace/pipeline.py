@@ -10,7 +10,7 @@
 
     loop        consumes              waits for                          is unblocked by
     admit       tasks                 the buffer to admit a group        a batch leaving, engines on a newer version
-    group ×n    a ticket              its episodes and their scores      engines, workers, or the group being cut
+    group ×n    a ticket              its episodes and their scores      engines, workers, being cut (groups.py)
     train       batches               a batch, then its own step         groups finishing
     publish     the newest version    the ledger, then the engines       transfers and swaps (publication.py)
     evaluate    a pinned version      held-out episodes                  the evaluator
@@ -30,16 +30,17 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from headrace.buffer.base import Buffer, Ticket
+from headrace.buffer.base import Buffer
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine, Sampler
 from headrace.engine.pool import EnginePool
 from headrace.errors import DeadlineExceeded, HeadraceError
 from headrace.evaluation import Evaluation, evaluate
+from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
 from headrace.publication import Publication, PublicationParts
-from headrace.records import Batch, Episode, Group, Sampling, Task, WeightVersion
-from headrace.rollout.base import EpisodeRequest, Rollouts
+from headrace.records import Batch, Group, Sampling, Task, WeightVersion
+from headrace.rollout.base import Rollouts
 from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.scoring.base import Scorers
@@ -47,7 +48,6 @@ from headrace.sync.schedule import Publisher
 from headrace.telemetry.alarms import Alarms
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
-from headrace.training.checks import flaw
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
 
@@ -141,8 +141,6 @@ class Pipeline:
         self.parts = parts
         self.progress = progress
         self._stopping = asyncio.Event()
-        self._groups: dict[int, _RunningGroup] = {}
-        self._failures_in_row = 0
         self._alarms = Alarms()
         self._teacher: int | None = None
         self.publication = Publication(
@@ -163,7 +161,19 @@ class Pipeline:
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
         self._begun = 0.0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        parts.buffer.on_late = self._cut
+        self._groups = Groups(
+            config,
+            GroupsParts(
+                engines=parts.engines,
+                rollouts=parts.rollouts,
+                scorers=parts.scorers,
+                buffer=parts.buffer,
+                journal=parts.journal,
+                telemetry=parts.telemetry,
+            ),
+            newest=lambda: progress.version,
+        )
+        parts.buffer.on_late = self._groups.cut
 
     def _take_turns(self) -> Turns:
         parts = self.parts
@@ -209,8 +219,7 @@ class Pipeline:
             finally:
                 for loop in loops:
                     loop.cancel()
-                for group in self._groups.values():
-                    group.task.cancel()
+                self._groups.cancel()
                 self._steps_done.put_nowait(None)
             await report
         await self._finish()
@@ -218,108 +227,9 @@ class Pipeline:
     # ── admit: tasks → tickets → groups ──────────────────────────────────────────────────────────────────
 
     async def _admit_loop(self, side: asyncio.TaskGroup) -> None:
-        parts, size = self.parts, self.config.training.group_size
         while True:
-            ticket = await parts.buffer.admit()
-            place, task = parts.tasks.take()
-            group_id = f"g{ticket.sequence:07d}"
-            episodes = [f"{group_id}/{i}" for i in range(size)]
-            parts.journal.admit(group_id, ticket.sequence, task.id, ticket.admitted_version, episodes)
-            group = _RunningGroup(group_id, place, ticket, task, episodes)
-            self._groups[ticket.sequence] = group
-            group.task = side.create_task(self._run_group(group))
-
-    async def _run_group(self, group: _RunningGroup) -> None:
-        """Run a ticket's episodes, score each as it ends, and hand the group over or drop it."""
-        parts = self.parts
-        episodes = await asyncio.gather(*(self._run_episode(group, i) for i in range(len(group.episodes))))
-        kept = [e for e in episodes if e.failure is None]
-        for episode in episodes:
-            if episode.failure is not None:
-                parts.telemetry.event("dropped", episode=episode.id, reason=episode.failure, detail=episode.detail)
-        record = Group(
-            id=group.id,
-            sequence=group.ticket.sequence,
-            task=group.work,
-            episodes=tuple(kept),
-            admitted_version=group.ticket.admitted_version,
-        )
-        reason = self._unfit(record)
-        if reason is None:
-            self._failures_in_row = 0
-            await parts.buffer.put(group.ticket, record)
-            return
-        group.drop_rest(parts.journal, reason)
-        del self._groups[group.ticket.sequence]
-        await parts.buffer.drop(group.ticket)
-        self._count_failure(reason, record, episodes)
-
-    def _unfit(self, group: Group) -> str | None:
-        """Why a finished group is not trained on, and another is admitted in its place."""
-        training = self.config.training
-        if len(group.episodes) < training.min_group:
-            return "group_below_minimum"
-        recipe = training.algorithm.recipe
-        if recipe.resample and not advantages([group], scale="none", overlong=recipe.overlong).any():
-            return "equal_rewards"
-        return None
-
-    async def _run_episode(self, group: _RunningGroup, index: int) -> Episode:
-        parts, name = self.parts, group.episodes[index]
-        request = EpisodeRequest(
-            id=name,
-            task=group.work,
-            seed=_episode_seed(self.config.seed, group.ticket.sequence, index),
-            engine=parts.engines,
-            on_tokens=lambda count: parts.journal.receive(name, count),
-            on_wasted=lambda count: parts.journal.waste(name, count),
-        )
-        episode = await parts.rollouts.run(request)
-        parts.buffer.ended(group.ticket)
-        if episode.failure is None:
-            if episode.num_tokens == 0:
-                episode = episode.with_(failure="no_tokens")
-            elif why := flaw(episode, newest=self.progress.version):
-                episode = episode.with_(failure="bad_turn", detail=why)
-            else:
-                episode = await self._score(group, episode)
-        if episode.failure is not None:
-            group.drop(parts.journal, name, episode.failure)
-        return episode
-
-    async def _score(self, group: _RunningGroup, episode: Episode) -> Episode:
-        if self.config.buffer.late == "wait":
-            return await self.parts.scorers.score(episode)
-        score = asyncio.ensure_future(self.parts.scorers.score(episode))
-        try:
-            await asyncio.wait({score, group.late}, return_when=asyncio.FIRST_COMPLETED)
-            return score.result() if score.done() else episode.with_(failure="late")
-        finally:
-            score.cancel()
-
-    def _cut(self, ticket: Ticket) -> None:
-        """The bound does not wait for this group: what is not finished of it is dropped."""
-        group = self._groups[ticket.sequence]
-        group.late.set_result(None)
-        for name in group.episodes:
-            self.parts.rollouts.cut(name)
-
-    def _count_failure(self, reason: str, group: Group, episodes: Sequence[Episode]) -> None:
-        """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
-        self._failures_in_row += 1
-        if self._failures_in_row >= 8 * self.config.training.groups_per_batch + 100:
-            if reason == "equal_rewards":
-                raise HeadraceError(
-                    f"of the last {self._failures_in_row} groups none had anything to learn from",
-                    f"all rewards are {group.episodes[0].reward:g} in the last",
-                    "give it tasks neither solved nor hopeless, or set training.algorithm.resample = false",
-                )
-            last = next(e for e in reversed(episodes) if e.failure)
-            raise HeadraceError(
-                f"the last {self._failures_in_row} groups all failed",
-                f"{last.failure}: {last.detail}",
-                "look at the environment, the scorer and events.jsonl",
-            )
+            ticket = await self.parts.buffer.admit()
+            self._groups.begin(ticket, *self.parts.tasks.take(), side)
 
     # ── train: batches → versions ────────────────────────────────────────────────────────────────────────
 
@@ -367,8 +277,7 @@ class Pipeline:
         finally:
             take.cancel()
             stop.cancel()
-        for group in groups:
-            self._groups.pop(group.sequence)
+        self._groups.taken(groups)
         how, control = self.config.training.algorithm.recipe, self.config.training.shuffle_rewards
         if control:
             groups = shuffle_rewards(groups, seed=self.config.seed + version)
@@ -383,7 +292,7 @@ class Pipeline:
             async with asyncio.timeout(limit):
                 return await self.parts.buffer.take()
         except TimeoutError:
-            waiting = ", ".join(sorted(g.id for g in self._groups.values())[:5])
+            waiting = ", ".join(self._groups.names[:5])
             whom = f"a batch ({self.parts.buffer.ready} groups ready; unfinished: {waiting or 'none'})"
             raise DeadlineExceeded(
                 "the trainer", whom, limit, "engines and workers, or raise limits.batch_s"
@@ -552,27 +461,23 @@ class Pipeline:
                 self._evaluation.cancel()
         else:
             await self._settled(self._evaluation)
-        returned = sorted(group.place for group in self._groups.values())
-        for group in self._groups.values():
-            group.drop_rest(self.parts.journal, "shutdown" if self.stopped_early else "run_finished")
-        await self._checkpoint(returned)
+        self._groups.drop("shutdown" if self.stopped_early else "run_finished")
+        await self._checkpoint()
         if not self.stopped_early:
             await self.parts.trainer.export(self.parts.vault.final())
         self.parts.journal.check()
         self.parts.journal.finish()
         await self.parts.journal.flush()
 
-    async def _checkpoint(self, returned: Sequence[int] | None = None) -> None:
+    async def _checkpoint(self) -> None:
         """Durable in this order: the ledger up to this version, then the weights that have it."""
         parts, progress = self.parts, self.progress
-        if returned is None:
-            returned = sorted(group.place for group in self._groups.values())
         state = {
             "step": progress.step,
             "version": progress.version,
             "best": progress.best,
             "evaluations": list(progress.evaluations),
-            "tasks": {"position": parts.tasks.position, "returned": [*returned, *parts.tasks.returned]},
+            "tasks": {"position": parts.tasks.position, "returned": [*self._groups.places, *parts.tasks.returned]},
         }
         await parts.journal.flush()
         await parts.trainer.save(parts.vault.checkpoint(progress.step), state)
@@ -618,35 +523,6 @@ class Pipeline:
     async def _settled(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
             await task
-
-
-@dataclass
-class _RunningGroup:
-    """A ticket's group until the trainer takes it or it is dropped."""
-
-    id: str
-    place: int
-    """Of its task, in the walk through the tasks."""
-    ticket: Ticket
-    work: Task
-    episodes: list[str]
-    gone: set[str] = field(default_factory=set)
-    late: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    """Done when what is not finished of it is to be dropped."""
-    task: asyncio.Task[None] = field(init=False)
-
-    def drop(self, journal: Journal, episode: str, reason: str) -> None:
-        self.gone.add(episode)
-        journal.drop(episode, reason)
-
-    def drop_rest(self, journal: Journal, reason: str) -> None:
-        for episode in self.episodes:
-            if episode not in self.gone:
-                self.drop(journal, episode, reason)
-
-
-def _episode_seed(seed: int, sequence: int, index: int) -> int:
-    return ((seed * 1_000_003 + sequence) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF
 
 
 def _share(part: float, whole: float) -> float:

@@ -1,0 +1,198 @@
+"""From a ticket to a group: its episodes, each scored as it ends.
+
+ticket ─▶ episodes, sampled side by side ─▶ scores ─▶ the buffer, or dropped with a reason
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.buffer.base import Buffer, Ticket
+from headrace.config.run import RunConfig
+from headrace.engine.base import Sampler
+from headrace.errors import HeadraceError
+from headrace.ledger import Journal
+from headrace.records import Episode, Group, Task
+from headrace.rollout.base import EpisodeRequest, Rollouts
+from headrace.scoring.advantages import advantages
+from headrace.scoring.base import Scorers
+from headrace.telemetry.base import Telemetry
+from headrace.training.checks import flaw
+
+
+@dataclass
+class GroupsParts:
+    """What groups use."""
+
+    engines: Sampler
+    rollouts: Rollouts
+    scorers: Scorers
+    buffer: Buffer
+    journal: Journal
+    telemetry: Telemetry
+
+
+class Groups:
+    """Those that were admitted, until the trainer takes them or they are dropped."""
+
+    def __init__(self, config: RunConfig, parts: GroupsParts, newest: Callable[[], int]):
+        """`newest`: the highest version that a token can have by now."""
+        self._config, self._parts, self._newest = config, parts, newest
+        self._running: dict[int, _Running] = {}
+        """By the ticket's sequence."""
+        self._failures_in_row = 0
+
+    def begin(self, ticket: Ticket, place: int, task: Task, side: asyncio.TaskGroup) -> None:
+        """Run it beside all else. `place` is its task's, in the walk through the tasks."""
+        name = f"g{ticket.sequence:07d}"
+        episodes = [f"{name}/{i}" for i in range(self._config.training.group_size)]
+        self._parts.journal.admit(name, ticket.sequence, task.id, ticket.admitted_version, episodes)
+        group = self._running[ticket.sequence] = _Running(name, place, ticket, task, episodes)
+        group.task = side.create_task(self._run(group))
+
+    def taken(self, groups: Iterable[Group]) -> None:
+        """By the trainer."""
+        for group in groups:
+            del self._running[group.sequence]
+
+    @property
+    def names(self) -> list[str]:
+        return sorted(group.id for group in self._running.values())
+
+    @property
+    def places(self) -> list[int]:
+        """Of their tasks, which will be needed again if the run ends now."""
+        return sorted(group.place for group in self._running.values())
+
+    def cancel(self) -> None:
+        for group in self._running.values():
+            group.task.cancel()
+
+    def drop(self, reason: str) -> None:
+        """All that is left of them."""
+        for group in self._running.values():
+            group.drop_rest(self._parts.journal, reason)
+
+    async def _run(self, group: _Running) -> None:
+        """Run a ticket's episodes, score each as it ends, and hand the group over or drop it."""
+        parts = self._parts
+        episodes = await asyncio.gather(*(self._run_episode(group, i) for i in range(len(group.episodes))))
+        kept = [e for e in episodes if e.failure is None]
+        for episode in episodes:
+            if episode.failure is not None:
+                parts.telemetry.event("dropped", episode=episode.id, reason=episode.failure, detail=episode.detail)
+        record = Group(
+            id=group.id,
+            sequence=group.ticket.sequence,
+            task=group.work,
+            episodes=tuple(kept),
+            admitted_version=group.ticket.admitted_version,
+        )
+        reason = self._unfit(record)
+        if reason is None:
+            self._failures_in_row = 0
+            await parts.buffer.put(group.ticket, record)
+            return
+        group.drop_rest(parts.journal, reason)
+        del self._running[group.ticket.sequence]
+        await parts.buffer.drop(group.ticket)
+        self._count_failure(reason, record, episodes)
+
+    def _unfit(self, group: Group) -> str | None:
+        """Why a finished group is not trained on, and another is admitted in its place."""
+        training = self._config.training
+        if len(group.episodes) < training.min_group:
+            return "group_below_minimum"
+        recipe = training.algorithm.recipe
+        if recipe.resample and not advantages([group], scale="none", overlong=recipe.overlong).any():
+            return "equal_rewards"
+        return None
+
+    async def _run_episode(self, group: _Running, index: int) -> Episode:
+        parts, name = self._parts, group.episodes[index]
+        request = EpisodeRequest(
+            id=name,
+            task=group.work,
+            seed=_episode_seed(self._config.seed, group.ticket.sequence, index),
+            engine=parts.engines,
+            on_tokens=lambda count: parts.journal.receive(name, count),
+            on_wasted=lambda count: parts.journal.waste(name, count),
+        )
+        episode = await parts.rollouts.run(request)
+        parts.buffer.ended(group.ticket)
+        if episode.failure is None:
+            if episode.num_tokens == 0:
+                episode = episode.with_(failure="no_tokens")
+            elif why := flaw(episode, newest=self._newest()):
+                episode = episode.with_(failure="bad_turn", detail=why)
+            else:
+                episode = await self._score(group, episode)
+        if episode.failure is not None:
+            group.drop(parts.journal, name, episode.failure)
+        return episode
+
+    async def _score(self, group: _Running, episode: Episode) -> Episode:
+        if self._config.buffer.late == "wait":
+            return await self._parts.scorers.score(episode)
+        score = asyncio.ensure_future(self._parts.scorers.score(episode))
+        try:
+            await asyncio.wait({score, group.late}, return_when=asyncio.FIRST_COMPLETED)
+            return score.result() if score.done() else episode.with_(failure="late")
+        finally:
+            score.cancel()
+
+    def cut(self, ticket: Ticket) -> None:
+        """The bound does not wait for this group: what is not finished of it is dropped."""
+        group = self._running[ticket.sequence]
+        group.late.set_result(None)
+        for name in group.episodes:
+            self._parts.rollouts.cut(name)
+
+    def _count_failure(self, reason: str, group: Group, episodes: Sequence[Episode]) -> None:
+        """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
+        self._failures_in_row += 1
+        if self._failures_in_row >= 8 * self._config.training.groups_per_batch + 100:
+            if reason == "equal_rewards":
+                raise HeadraceError(
+                    f"of the last {self._failures_in_row} groups none had anything to learn from",
+                    f"all rewards are {group.episodes[0].reward:g} in the last",
+                    "give it tasks neither solved nor hopeless, or set training.algorithm.resample = false",
+                )
+            last = next(e for e in reversed(episodes) if e.failure)
+            raise HeadraceError(
+                f"the last {self._failures_in_row} groups all failed",
+                f"{last.failure}: {last.detail}",
+                "look at the environment, the scorer and events.jsonl",
+            )
+
+
+@dataclass
+class _Running:
+    """A ticket's group until the trainer takes it or it is dropped."""
+
+    id: str
+    place: int
+    """Of its task, in the walk through the tasks."""
+    ticket: Ticket
+    work: Task
+    episodes: list[str]
+    gone: set[str] = field(default_factory=set)
+    late: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    """Done when what is not finished of it is to be dropped."""
+    task: asyncio.Task[None] = field(init=False)
+
+    def drop(self, journal: Journal, episode: str, reason: str) -> None:
+        self.gone.add(episode)
+        journal.drop(episode, reason)
+
+    def drop_rest(self, journal: Journal, reason: str) -> None:
+        for episode in self.episodes:
+            if episode not in self.gone:
+                self.drop(journal, episode, reason)
+
+
+def _episode_seed(seed: int, sequence: int, index: int) -> int:
+    return ((seed * 1_000_003 + sequence) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF
