@@ -21,7 +21,17 @@ CHUNK_BYTES = 2**29
 
 
 class TrainedOps(ReferenceOps):
-    """`ReferenceOps` with fewer passes over memory, forward and backward, and the same rounding forward."""
+    """`ReferenceOps` with fewer passes over memory, forward and backward, and the same rounding forward.
+
+    A weight may have a `master`: a float32 tensor with a gradient, to which the weight's own is then added within
+    the product that it is, in place of being given to autograd.
+    """
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if bias is not None:
+            return super().linear(x, weight, bias)
+        (found,) = _Linears.apply(x, weight)
+        return found
 
     def linears(self, x: Tensor, layers: Sequence[nn.Module]) -> list[Tensor]:
         if not all(type(layer) is nn.Linear and layer.bias is None for layer in layers):
@@ -75,12 +85,24 @@ def _rows_at_once(rows: int, vocabulary: int, device: torch.device) -> int:
     return max(1, CHUNK_BYTES // row_bytes)
 
 
+def _weight_gradient(grad_tn: Tensor, x_tk: Tensor, master: Tensor | None) -> Tensor | None:
+    """gradᵀ x, or None where the master has got it."""
+    if master is None or master.grad is None:
+        return grad_tn.t() @ x_tk
+    if grad_tn.is_cuda and grad_tn.dtype != torch.float32:
+        torch.addmm(master.grad, grad_tn.t(), x_tk, out_dtype=torch.float32, out=master.grad)
+    else:
+        master.grad.addmm_(grad_tn.t().float(), x_tk.float())
+    return None
+
+
 class _Linears(torch.autograd.Function):
     """Several products of one input, whose gradient is added up within the products."""
 
     @staticmethod
     def forward(ctx: Any, x_td: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_td, *weights)
+        ctx.masters = [getattr(weight, "master", None) for weight in weights]
         return tuple(F.linear(x_td, weight) for weight in weights)
 
     @staticmethod
@@ -91,8 +113,8 @@ class _Linears(torch.autograd.Function):
             grad_x = grads[0] @ weights[0]
             for grad, weight in zip(grads[1:], weights[1:], strict=True):
                 grad_x.addmm_(grad, weight)
-        wanted = zip(ctx.needs_input_grad[1:], grads, strict=True)
-        return grad_x, *(grad.t() @ x_td if wants else None for wants, grad in wanted)
+        wanted = zip(ctx.needs_input_grad[1:], grads, ctx.masters, strict=True)
+        return grad_x, *(_weight_gradient(grad, x_td, master) if wants else None for wants, grad, master in wanted)
 
 
 class _Norm(torch.autograd.Function):
@@ -181,7 +203,7 @@ class _Head(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_td, head_vd, targets_t, temperature_t, entropy_t, total_t, kept if len(pieces) == 1 else None
         )
-        ctx.rows = rows
+        ctx.rows, ctx.master = rows, getattr(head_vd, "master", None)
         return logprobs_t, entropy_t
 
     @staticmethod
@@ -198,6 +220,6 @@ class _Head(torch.autograd.Function):
             del logits
             grad_hidden[part] = grad_logits @ head_vd
             if ctx.needs_input_grad[1]:
-                added = grad_logits.t() @ hidden_td[part]
-                grad_head = added if grad_head is None else grad_head.float().add_(added)
+                added = _weight_gradient(grad_logits, hidden_td[part], ctx.master)
+                grad_head = added if grad_head is None or added is None else grad_head.float().add_(added)
         return grad_hidden, None if grad_head is None else grad_head.to(head_vd.dtype), None, None, None

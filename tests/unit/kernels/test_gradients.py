@@ -51,6 +51,38 @@ def test_projections_of_one_input():
     assert_alike(by(trained), by(reference), draw(9, 12), *weights)
 
 
+def test_a_weights_gradient_is_added_to_its_masters_in_float32():
+    x, grad = draw(5, 12).bfloat16(), draw(5, 20, seed=1).bfloat16()
+    weight, other = (torch.nn.Parameter(draw(20, 12, seed=seed).bfloat16()) for seed in (2, 3))
+    weight.master = torch.nn.Parameter(weight.data.float())
+    weight.master.grad = torch.full((20, 12), 100.0, device=DEVICE)
+    layers = [torch.nn.Linear(12, 20, bias=False) for _ in range(2)]
+    for layer, one in zip(layers, (weight, other), strict=True):
+        layer.weight = one
+    first, second = trained.linears(x, layers)
+    ((first + second) * grad).sum().backward()
+    expected = grad.float().t() @ x.float()
+    torch.testing.assert_close(weight.master.grad, 100 + expected, rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(other.grad, expected.bfloat16())
+    assert weight.grad is None
+
+    (trained.linear(x, weight, None) * grad).sum().backward()
+    torch.testing.assert_close(weight.master.grad, 100 + 2 * expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_a_heads_gradient_is_added_to_its_masters(rows):
+    hidden, targets = draw(5, 8), torch.arange(5, device=DEVICE)
+    plain, head = (torch.nn.Parameter(draw(30, 8, seed=1)) for _ in range(2))
+    head.master = torch.nn.Parameter(head.data.clone())
+    head.master.grad = torch.ones(30, 8, device=DEVICE)
+    for one in (plain, head):
+        logprobs, entropy = trained.token_logprobs(hidden, one, targets, chunk_rows=rows)
+        (logprobs.sum() + 0.3 * entropy.sum()).backward()
+    torch.testing.assert_close(head.master.grad, 1 + plain.grad, rtol=1e-5, atol=1e-5)
+    assert head.grad is None
+
+
 @pytest.mark.parametrize(("rows", "width"), [(1, 8), (7, 80), (1300, 33)])
 def test_norms(rows, width):
     x, residual, weight = draw(rows, width), draw(rows, width, seed=1), draw(width, seed=2)

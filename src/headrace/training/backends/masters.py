@@ -33,6 +33,8 @@ class Masters:
             parameter.data = parameter.data.to(dtype)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_hand_over(master))
+                # For operations that can add to its gradient themselves (`models.trained`).
+                parameter.master = master  # type: ignore[attr-defined]
             self.parameters[name] = master
             self._own.append(parameter)
 
