@@ -6,20 +6,20 @@ And the other way round: each law, broken on purpose, is noticed.
 from __future__ import annotations
 
 import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from outcome_builders import violations
 
-from headrace.audit.laws import Violation, check_laws
 from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
 from headrace.errors import HeadraceError, LawBroken
 from headrace.pipeline import Parts
-from headrace.records import Episode, Group, Turn
+from headrace.records import Group, Turn
 from headrace.rollout.config import PythonTasks
 from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
@@ -29,30 +29,6 @@ from headrace.training.algorithms import DapoConfig, GrpoConfig
 from headrace.training.config import TrainingConfig
 
 RUNS, CHUNKS = 5000, 25
-
-
-class Stored(NamedTuple):
-    episode: Episode
-    trained_version: int
-    produced_version: int
-
-
-def violations(outcome: Outcome, config: RunConfig) -> list[Violation]:
-    stored = [
-        Stored(episode, batch.version, produced)
-        for batch, produced in outcome.world.batches
-        for episode in batch.episodes
-    ]
-    return list(
-        check_laws(
-            outcome.world.ledger,
-            stored,
-            outcome.world.events,
-            bound=config.buffer.staleness_bound,
-            group_size=config.training.group_size,
-            epochs=config.training.epochs,
-        )
-    )
 
 
 def random_config(dice: random.Random) -> RunConfig:

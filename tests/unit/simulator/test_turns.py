@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
+from outcome_builders import violations
 
-from headrace.audit.laws import check_laws
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import EvaluationConfig, ModelConfig, RunConfig
 from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, SyncError
 from headrace.pipeline import Parts
 from headrace.publication import Publication, PublicationParts
-from headrace.records import Episode, Task, WeightVersion
+from headrace.records import Task, WeightVersion
 from headrace.rollout.config import PythonTasks
 from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import run_virtual
@@ -85,30 +85,6 @@ class Diary:
         engine.sleep, engine.swap, engine.wake = noted_sleep, noted_swap, noted_wake  # type: ignore[method-assign]
 
 
-class Stored(NamedTuple):
-    episode: Episode
-    trained_version: int
-    produced_version: int
-
-
-def laws_broken(outcome: Outcome, config: RunConfig) -> list[Any]:
-    stored = [
-        Stored(episode, batch.version, produced)
-        for batch, produced in outcome.world.batches
-        for episode in batch.episodes
-    ]
-    return list(
-        check_laws(
-            outcome.world.ledger,
-            stored,
-            outcome.world.events,
-            bound=config.buffer.staleness_bound,
-            group_size=config.training.group_size,
-            epochs=config.training.epochs,
-        )
-    )
-
-
 def slept(outcome: Outcome) -> list[dict[str, Any]]:
     return [event for event in outcome.world.events if event["kind"] == "slept"]
 
@@ -121,7 +97,7 @@ def test_engines_sleep_during_each_step_and_wake_with_the_version_it_made(buffer
     turns = [line.format(number) for number in range(1, STEPS) for line in turn]
     assert diary.lines == ["engine-0 has 0", *turns, *turn[:2]], "after the last step nothing is sampled"
     assert outcome.finished
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
     assert [event["step"] for event in slept(outcome)] == [1, 2, 3, 4]
     assert [event["woken"] for event in slept(outcome)] == [["engine-0"]] * 3 + [[]]
     assert all(event["asleep_s"] > 0 for event in slept(outcome))
@@ -135,7 +111,7 @@ def test_requests_wait_while_their_engine_sleeps_and_their_lineage_says_so():
     through = [turn for turn in turns if any(event.cause == "sleep" for event in turn.lineage)]
     assert through
     assert all(event.before == "recomputed" for turn in through for event in turn.lineage[1:])
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
 
 
 def test_weights_are_kept_over_a_step_whose_version_is_not_published():
@@ -146,7 +122,7 @@ def test_weights_are_kept_over_a_step_whose_version_is_not_published():
     assert asleep == [kept, lost, kept, lost]
     assert [line for line in diary.lines if "has" in line] == ["engine-0 has 0", "engine-0 has 2"]
     assert diary.lines.count("engine-0 wakes") == STEPS - 1
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
 
 
 @pytest.mark.parametrize("change", [{"payload": "delta"}, {"lora": True}])
@@ -193,7 +169,7 @@ def test_engines_sleep_on_until_a_version_that_the_trainer_could_not_offer_has_c
     assert diary.lines[1:-2] == [line.format(number) for number in range(1, STEPS) for line in turn]
     failures = [event["who"] for event in outcome.world.events if event["kind"] == "sync_failed"]
     assert failures == ["engine-0", "trainer"]
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
 
 
 def test_a_trainer_that_dies_while_engines_sleep_ends_a_life_and_the_run_goes_on():
@@ -212,7 +188,7 @@ def test_a_trainer_that_dies_while_engines_sleep_ends_a_life_and_the_run_goes_on
 
     outcome = simulate(config, Costs(), seed=1, tamper=tamper)
     assert (outcome.finished, outcome.lives) == (True, 2)
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
 
 
 def evaluated(every: int, samples: int, costs: Costs) -> tuple[list[str], list[dict[str, Any]]]:
@@ -227,7 +203,7 @@ def evaluated(every: int, samples: int, costs: Costs) -> tuple[list[str], list[d
         diary.note(parts.evaluator)
 
     outcome = simulate(config, costs, seed=1, tamper=tamper)
-    assert laws_broken(outcome, config) == []
+    assert violations(outcome, config) == []
     lines = [line for line in diary.lines if "engine-eval" in line]
     return lines, [event for event in outcome.world.events if event["kind"] == "evaluated"]
 
