@@ -1,11 +1,11 @@
-"""The learning study's task: what is left of a number after a chain of operations, modulo 97?
+"""The learning study's task: what becomes of a number by a chain of operations, modulo 31?
 
-    prompt      14 + 63 * 5 - 88 * 41 . . ?     (dots fill up to the longest chain)
+    prompt      *5 -28 *11 +9 . . ? 14          (dots fill up to the longest chain)
     lazy        = 30                            answers at once, and is mostly wrong
-    thinking    77 94 6 52 = 52                 says the number after each operation, then answers
+    thinking    8 11 28 6 = 6                   says the number after each operation, then answers
 
 Chains have 4 to 12 operations. A wrong number on the way spoils the answer, so a policy has two things to learn: to
-think, and to make fewer mistakes in each of up to twelve products modulo 97.
+think, and to make fewer mistakes in each of up to twelve operations.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 from headrace import Attempt, Task
 
-MODULUS, LEAST, MOST = 97, 4, 12
+MODULUS, LEAST, MOST = 31, 4, 12
 OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-WORDS = ["?", "=", ".", *OPERATIONS, *map(str, range(MODULUS))]
+WORDS = ["?", "=", ".", *(f"{o}{n}" for o in OPERATIONS for n in range(2, MODULUS)), *map(str, range(MODULUS))]
 HELD_OUT = 2000
 
 Chain = tuple[int, tuple[tuple[str, int], ...]]
@@ -31,8 +31,8 @@ def draw(dice: random.Random) -> Chain:
 
 def prompt(chain: Chain) -> str:
     first, steps = chain
-    asked = [str(first), *(word for operation, number in steps for word in (operation, str(number)))]
-    return " ".join([*asked, *[". ."] * (MOST - len(steps)), "?"])
+    asked = [f"{operation}{number}" for operation, number in steps]
+    return " ".join([*asked, *["."] * (MOST - len(steps)), "?", str(first)])
 
 
 def numbers(chain: Chain) -> list[int]:

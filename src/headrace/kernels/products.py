@@ -24,6 +24,8 @@ from headrace.kernels.gate import gated_silu
 PARTS = (1, 2, 4)
 MOST_ROWS = 512
 """Above, products fill the device, and the library chooses well."""
+LEAST_WEIGHT_BYTES = 2 * 2**20
+"""Below, a product takes little longer than any kernel, and finding the fastest way longer than it will ever save."""
 LEAST_GAIN, WITH_GATE = 0.98, 1.02
 """Share of the plain way's time that another must stay below: less is noise. A gate inside the product may take
 more, as alone it does not show that the kernel before it ends meanwhile and that L2 has less to do."""
@@ -108,7 +110,8 @@ def _fits(x_mk: Tensor, weight_nk: Tensor) -> bool:
     if not (x_mk.is_cuda and x_mk.dtype == weight_nk.dtype == torch.bfloat16 and x_mk.dim() == 2):
         return False
     aligned = (x_mk.data_ptr() | weight_nk.data_ptr()) % cublas.ALIGN_BYTES == 0
-    return aligned and 0 < len(x_mk) <= MOST_ROWS and x_mk.stride(1) == weight_nk.stride(1) == 1
+    large = weight_nk.numel() * weight_nk.element_size() >= LEAST_WEIGHT_BYTES
+    return aligned and large and 0 < len(x_mk) <= MOST_ROWS and x_mk.stride(1) == weight_nk.stride(1) == 1
 
 
 def _by_library(x_mk: Tensor, weight_nk: Tensor, parts: Sequence[int]) -> Iterator[Way]:

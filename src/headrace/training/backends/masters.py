@@ -72,7 +72,9 @@ class Masters:
 
 def _hand_over(master: nn.Parameter) -> Callable[[Tensor], None]:
     def hand_over(parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        if parameter.grad is None:
+            # Some versions of PyTorch also call where a product has added its gradient itself.
+            return
         if master.grad is None:
             master.grad = parameter.grad.float()
         else:
