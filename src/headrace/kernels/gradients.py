@@ -1,8 +1,8 @@
 """Backward passes of the norm, the rotation and the gate, each in one pass over memory.
 
 Their forwards are `kernels.norm`, `kernels.rotate` and `kernels.gate`; what is needed of them is computed again and
-not kept. All is float32 inside. A norm's weight gets its gradient as one partial sum for each program, added in a
-fixed order. The reference is autograd over `models.ops.ReferenceOps`.
+not kept. All is float32 inside. A norm's weight gets its gradient as one partial sum for each program (`parts`, of
+float32), which `add_parts` adds up in a fixed order. The reference is autograd over `models.ops.ReferenceOps`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,12 +20,14 @@ PROGRAMS = 1024
 """Of those that add up a weight's gradient: each takes every so manieth row."""
 TILE = 2048
 BLOCK = 1024
+COLUMNS = 32
+"""Of partial sums that a program adds up."""
 
 
 def norm_gradient(
     x: Tensor, weight: Tensor, eps: float, grad_normed: Tensor, grad_x: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(gradient of x, of the weight in float32), of `norm.rms_norm`; `grad_x` is what x has besides."""
+    """(gradient of x, parts of the weight's), of `norm.rms_norm`; `grad_x` is what x has besides."""
     count, width = x.shape
     out = torch.empty_like(x)
     programs = min(count, PROGRAMS)
@@ -36,7 +38,7 @@ def norm_gradient(
         WIDTH=width, BLOCK=block, PROGRAMS=programs, MORE=grad_x is not None,
         num_warps=min(max(block // 512, 4), 16),
     )  # fmt: skip
-    return out, parts.sum(0)
+    return out, parts
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -67,7 +69,7 @@ def _norm_gradient(
 def rotate_gradient(
     x_thd: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, grad_thd: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """(gradient of x, of the norm's weight in float32 if there is one), of `rotate.rotate` for queries or keys."""
+    """(gradient of x, parts of the norm's weight's if there is one), of `rotate.rotate` for queries or keys."""
     tokens, heads, dim = x_thd.shape
     out = torch.empty(x_thd.shape, dtype=x_thd.dtype, device=x_thd.device)
     half = triton.next_power_of_2(dim // 2)
@@ -79,7 +81,7 @@ def rotate_gradient(
         x_thd, cos, sin, weight, grad_thd, out, parts, blocks, tokens * heads, x_thd.stride(0), eps,
         H=heads, D=dim, HALF=half, ROWS=rows, PROGRAMS=programs, NORM=weight is not None, num_warps=4,
     )  # fmt: skip
-    return out, None if weight is None else parts.sum(0)
+    return out, None if weight is None else parts
 
 
 @triton.jit(do_not_specialize=["blocks", "count"])
@@ -128,6 +130,24 @@ def _rotate_gradient(
         place = parts + program.to(tl.int64) * D + columns
         tl.store(place, tl.sum(part_first, axis=0)[None, :], mask=columns < D // 2)
         tl.store(place + D // 2, tl.sum(part_second, axis=0)[None, :], mask=columns < D // 2)
+
+
+def add_parts(parts: Tensor, total: Tensor) -> None:
+    """Add the sum of the rows to `total`; float32, contiguous."""
+    count, width = parts.shape
+    _add_parts[(triton.cdiv(width, COLUMNS),)](parts, total, count, width, ROWS=256, COLUMNS=COLUMNS, num_warps=8)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _add_parts(parts, total, count, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    real = columns < width
+    found = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for first in range(0, count, ROWS):
+        rows = first + tl.arange(0, ROWS)[:, None]
+        found += tl.load(parts + rows * width + columns[None, :], mask=(rows < count) & real[None, :], other=0.0)
+    before = tl.load(total + columns, mask=real, other=0.0)
+    tl.store(total + columns, before + tl.sum(found, axis=0), mask=real)
 
 
 def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,8 @@ CHUNK_BYTES = 2**29
 class TrainedOps(ReferenceOps):
     """`ReferenceOps` with fewer passes over memory, forward and backward, and the same rounding forward.
 
-    A weight may have a `master`: a float32 tensor with a gradient, to which the weight's own is then added within
-    the product that it is, in place of being given to autograd.
+    A weight may have a `master`: a float32 tensor with a gradient, to which the weight's own is then added by the
+    kernel that computes it, in place of being given to autograd.
     """
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -96,13 +96,27 @@ def _weight_gradient(grad_tn: Tensor, x_tk: Tensor, master: Tensor | None) -> Te
     return None
 
 
+def _norm_weight_gradient(parts: Tensor | None, weight: Tensor | None, master: Tensor | None) -> Tensor | None:
+    """The sum of the parts, or None where the master has got it or there is none."""
+    if parts is None or weight is None:
+        return None
+    if master is None or master.grad is None:
+        return parts.sum(0).to(weight.dtype)
+    gradients.add_parts(parts, master.grad)
+    return None
+
+
+def _master(weight: Tensor | None) -> Tensor | None:
+    return getattr(weight, "master", None)
+
+
 class _Linears(torch.autograd.Function):
     """Several products of one input, whose gradient is added up within the products."""
 
     @staticmethod
     def forward(ctx: Any, x_td: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_td, *weights)
-        ctx.masters = [getattr(weight, "master", None) for weight in weights]
+        ctx.masters = [_master(weight) for weight in weights]
         return tuple(F.linear(x_td, weight) for weight in weights)
 
     @staticmethod
@@ -121,7 +135,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.master = eps, _master(weight)
         return norm.rms_norm(x, weight, eps)
 
     @staticmethod
@@ -129,8 +143,9 @@ class _Norm(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         rows = norm.as_rows(x).contiguous()
         given = grads[0].reshape(rows.shape).contiguous()
-        grad_x, grad_weight = gradients.norm_gradient(rows, weight, ctx.eps, given, None)
-        return grad_x.view(x.shape), grad_weight.to(weight.dtype), None
+        grad_x, parts = gradients.norm_gradient(rows, weight, ctx.eps, given, None)
+        wanted = parts if ctx.needs_input_grad[1] else None
+        return grad_x.view(x.shape), _norm_weight_gradient(wanted, weight, ctx.master), None
 
 
 class _AddNorm(torch.autograd.Function):
@@ -138,15 +153,16 @@ class _AddNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed, total = norm.add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.master = eps, _master(weight)
         return normed, total
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         total, weight = ctx.saved_tensors
         of_normed, of_total = (grad.contiguous() for grad in grads)
-        grad, grad_weight = gradients.norm_gradient(total, weight, ctx.eps, of_normed, of_total)
-        return grad, grad, grad_weight.to(weight.dtype), None
+        grad, parts = gradients.norm_gradient(total, weight, ctx.eps, of_normed, of_total)
+        wanted = parts if ctx.needs_input_grad[2] else None
+        return grad, grad, _norm_weight_gradient(wanted, weight, ctx.master), None
 
 
 class _Rotate(torch.autograd.Function):
@@ -162,7 +178,7 @@ class _Rotate(torch.autograd.Function):
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, cos, sin, q_norm, k_norm)
-        ctx.eps = eps
+        ctx.eps, ctx.masters = eps, (_master(q_norm), _master(k_norm))
         return rotate.rotate(q, k, (cos, sin, q_norm, k_norm, eps))
 
     @staticmethod
@@ -173,7 +189,8 @@ class _Rotate(torch.autograd.Function):
             for x, weight, grad in ((q, q_norm, grads[0]), (k, k_norm, grads[1]))
         ]
         (grad_q, of_q_norm), (grad_k, of_k_norm) = found
-        weights = [None if one is None else one.to(q.dtype) for one in (of_q_norm, of_k_norm)]
+        wanted = zip(ctx.needs_input_grad[4:6], (of_q_norm, of_k_norm), (q_norm, k_norm), ctx.masters, strict=True)
+        weights = [_norm_weight_gradient(parts if wants else None, *both) for wants, parts, *both in wanted]
         return grad_q, grad_k, None, None, *weights, None
 
 
@@ -203,7 +220,7 @@ class _Head(torch.autograd.Function):
         ctx.save_for_backward(
             hidden_td, head_vd, targets_t, temperature_t, entropy_t, total_t, kept if len(pieces) == 1 else None
         )
-        ctx.rows, ctx.master = rows, getattr(head_vd, "master", None)
+        ctx.rows, ctx.master = rows, _master(head_vd)
         return logprobs_t, entropy_t
 
     @staticmethod

@@ -70,6 +70,19 @@ def test_a_weights_gradient_is_added_to_its_masters_in_float32():
     torch.testing.assert_close(weight.master.grad, 100 + 2 * expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("count", [3, 700])
+def test_norms_weights_gradients_are_added_to_their_masters_in_float32(count):
+    x, other, grad = (draw(count, 40, seed=seed).bfloat16() for seed in range(3))
+    plain, weight = (torch.nn.Parameter((1 + draw(40, seed=4)).bfloat16()) for _ in range(2))
+    weight.master = torch.nn.Parameter(weight.data.float())
+    weight.master.grad = torch.full((40,), 100.0, device=DEVICE)
+    for one in (plain, weight):
+        normed, _ = trained.add_rms_norm(x, other, one, EPS)
+        ((normed + trained.rms_norm(x, one, EPS)) * grad).sum().backward()
+    assert weight.grad is None
+    torch.testing.assert_close(weight.master.grad - 100, plain.grad.float(), rtol=2**-7, atol=0.05)
+
+
 @pytest.mark.parametrize("rows", [None, 2])
 def test_a_heads_gradient_is_added_to_its_masters(rows):
     hidden, targets = draw(5, 8), torch.arange(5, device=DEVICE)

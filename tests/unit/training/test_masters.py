@@ -4,6 +4,8 @@ import torch
 from torch import nn
 
 from headrace.training.backends.masters import Masters
+from headrace.training.config import OptimizerConfig
+from headrace.training.optimizer import Optimizer
 
 
 def test_a_parameter_that_wants_no_gradient_is_cast_like_the_others() -> None:
@@ -32,3 +34,29 @@ def test_float32_parameters_are_their_own_masters() -> None:
     masters.cast()
     with masters.in_place():
         assert model.weight.dtype == torch.float32
+
+
+def test_masters_are_cast_once_for_each_change() -> None:
+    model = nn.Linear(2, 2)
+    masters = Masters(dict(model.named_parameters()), torch.bfloat16)
+    casts = masters._casts
+    count = 0
+
+    def counted() -> None:
+        nonlocal count
+        count += 1
+        casts()
+
+    masters._casts = counted
+    optimizer = Optimizer(masters.parameters, OptimizerConfig())
+    for expected in (1, 2):
+        for _ in range(3):
+            masters.cast()
+        assert count == expected
+        assert torch.equal(model.weight, masters.parameters["weight"].bfloat16())
+        for master in masters.parameters.values():
+            master.grad = torch.ones_like(master)
+        optimizer.step(0.5)
+    masters.parameters["weight"].detach().copy_(torch.zeros(2, 2))
+    masters.cast()
+    assert not model.weight.any()

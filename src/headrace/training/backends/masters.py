@@ -19,13 +19,15 @@ class Masters:
     """Of a model's float32 parameters, which are of `dtype` from here on. Where that is float32 they stay as they
     are, and are their own masters.
 
-    Masters are changed in place, and by no one between a pass and its backward pass.
+    Masters are changed in place, not through `data`, and by no one between a pass and its backward pass.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], dtype: torch.dtype):
         self.parameters: dict[str, nn.Parameter] = dict(parameters)
         """The masters, under the names given: what an optimizer changes."""
         self._own: list[nn.Parameter] = []
+        self._cast_at: list[int] = []
+        """How often each master had been changed, as PyTorch counts it."""
         if dtype == torch.float32:
             return
         for name, parameter in parameters.items():
@@ -40,8 +42,10 @@ class Masters:
 
     def cast(self) -> None:
         """The next pass is to compute with what the masters are now."""
-        if self._own:
+        changes = [master._version for master in self.parameters.values()] if self._own else []
+        if changes != self._cast_at:
             self._casts()
+            self._cast_at = changes
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
