@@ -18,7 +18,7 @@ from headrace.kernels.norm import as_rows
 
 PROGRAMS = 1024
 """Of those that add up a weight's gradient: each takes every so manieth row."""
-TILE = 2048
+TILE = 1024
 BLOCK = 1024
 COLUMNS = 32
 """Of partial sums that a program adds up."""

@@ -25,7 +25,7 @@ PARTS = (1, 2, 4)
 MOST_ROWS = 512
 """Above, products fill the device, and the library chooses well."""
 LEAST_WEIGHT_BYTES = 2 * 2**20
-"""Below, a product takes little longer than any kernel, and finding the fastest way longer than it will ever save."""
+"""Below, a product takes little longer than any kernel, and tuning longer than it will ever save."""
 LEAST_GAIN, WITH_GATE = 0.98, 1.02
 """Share of the plain way's time that another must stay below: less is noise. A gate inside the product may take
 more, as alone it does not show that the kernel before it ends meanwhile and that L2 has less to do."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from headrace.bench.train import prefix, run
@@ -10,16 +12,16 @@ from headrace.errors import ConfigError
 
 
 def test_a_shared_prompt_is_computed_once_with_the_same_gradient() -> None:
-    row = prefix.measure("cpu", work=prefix.Work(episodes=4, prompt=96, completion=8), rounds=1)
-    assert row["tokens_unshared"] == 4 * 103
-    assert row["tokens_shared"] == 96 + 4 * 7
+    row = prefix.measure("cpu", work=prefix.Work(groups=2, episodes=4, prompt=96, completion=8), rounds=1)
+    assert row["tokens_unshared"] == 2 * 4 * 103
+    assert row["tokens_shared"] == 2 * (96 + 4 * 7)
     assert row["token_saving"] == (4 * 103) / (96 + 4 * 7)
     assert row["gradient_difference"] < 1e-5
     assert row["speedup"] == row["step_ms_unshared"] / row["step_ms_shared"]
 
 
 def test_its_figures_are_the_rows(monkeypatch) -> None:
-    monkeypatch.setattr(prefix, "Work", lambda: TINY)
+    monkeypatch.setattr(prefix, "Work", lambda groups: replace(TINY, groups=groups))
     found = run(device="cpu", rounds=1)
     assert BENCHMARKS["train"] == "headrace.bench.train:run"
     step, group = found["rows"]

@@ -41,7 +41,8 @@ def run(
             named["over_transformers_eager"] = row.get("over_transformers")
             figures |= {f"{name}_{shape.strip()}": value for name, value in named.items() if value is not None}
     if "prefix" in wanted:
-        row = prefix.measure(device, rounds=rounds)
-        rows.append(row)
-        figures |= {"prefix_tree_speedup": row["speedup"], "prefix_tree_token_saving": row["token_saving"]}
+        for groups in (1, prefix.MANY) if on_gpu else (1,):
+            row = prefix.measure(device, work=prefix.Work(groups=groups), rounds=rounds)
+            rows.append(row)
+            figures |= {"prefix_tree_speedup": row["speedup"], "prefix_tree_token_saving": row["token_saving"]}
     return result("train", rows, figures)

@@ -1,4 +1,4 @@
-"""One group behind a long prompt: whole training steps with its prefix tree and without, in turns."""
+"""Groups behind long prompts: whole training steps with their prefix trees and without, in turns."""
 
 from __future__ import annotations
 
@@ -24,12 +24,16 @@ from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
 
 ROUNDS = 3
+MANY = 8
+"""Groups that fill a GPU; with one alone, a shared step's time is that of its launches."""
 SMALL = small_config(words=2048, hidden=256, layers=4, max_positions=4096)
 
 
 @dataclass(frozen=True)
 class Work:
+    groups: int = 1
     episodes: int = 8
+    """Of each group."""
     prompt: int = 2048
     completion: int = 256
 
@@ -41,8 +45,8 @@ def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed
     batch = _batch(work, shape.vocab_size, seed)
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         _write_model(Path(scratch), shape, place, seed)
-        shared_rows, gradient = _pass(_backend(Path(scratch), place, True), batch)
-        rows, unshared_gradient = _pass(_backend(Path(scratch), place, False), batch)
+        shared_rows, gradient = _pass(_backend(Path(scratch), place, True), batch, work.episodes)
+        rows, unshared_gradient = _pass(_backend(Path(scratch), place, False), batch, work.episodes)
         difference = float((gradient - unshared_gradient).norm() / unshared_gradient.norm())
         del gradient, unshared_gradient
         drive.free_memory()
@@ -59,6 +63,7 @@ def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed
             "part": "prefix tree",
             "device": place.type,
             "parameters": sum(p.numel() for p in trainers[True].tensors().values()),
+            "groups": work.groups,
             "episodes": work.episodes,
             "prompt": work.prompt,
             "completion": work.completion,
@@ -75,8 +80,8 @@ def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed
 
 def _batch(work: Work, vocabulary: int, seed: int) -> Batch:
     dice = np.random.default_rng(seed)
-    prompt = random_tokens(dice, vocabulary, work.prompt)
-    return random_batch(dice, vocabulary, [[(prompt, work.completion)] * work.episodes])
+    prompts = [random_tokens(dice, vocabulary, work.prompt) for _ in range(work.groups)]
+    return random_batch(dice, vocabulary, [[(prompt, work.completion)] * work.episodes for prompt in prompts])
 
 
 def _write_model(folder: Path, shape: ModelConfig, place: torch.device, seed: int) -> None:
@@ -95,26 +100,28 @@ def _trainer(folder: Path, place: torch.device, work: Work, share: bool) -> Loca
         dtype="bfloat16" if place.type == "cuda" else "float32",
         # A rate at which the second step's batch is still within reason.
         optimizer=OptimizerConfig(learning_rate=1e-7),
-        micro_batch_tokens=2 * work.episodes * (work.prompt + work.completion),
+        micro_batch_tokens=work.episodes * (work.prompt + work.completion),
         share_prefixes=share,
     )
     return LocalTrainer(config, model=folder)
 
 
-def _pass(backend: NativeBackend, batch: Batch) -> tuple[int, torch.Tensor]:
-    """(rows that enter the model, gradient of its log-probs' weighted sum as one vector)."""
+def _pass(backend: NativeBackend, batch: Batch, episodes: int) -> tuple[int, torch.Tensor]:
+    """(rows that enter the model, gradient of its log-probs' weighted sum as one vector), group after group."""
     rows: list[int] = []
 
     def count(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
         if isinstance(module, torch.nn.Embedding):
             rows.append(args[0].numel())
 
-    packed = pack(training_sequences(batch))
+    sequences = training_sequences(batch)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
     try:
-        logprobs_n, _ = backend.token_logprobs(packed)
+        for first in range(0, len(sequences), episodes):
+            packed = pack(sequences[first : first + episodes])
+            logprobs_n, _ = backend.token_logprobs(packed)
+            (logprobs_n * torch.from_numpy(packed.advantages_n).to(logprobs_n)).sum().backward()
     finally:
         hook.remove()
-    (logprobs_n * torch.from_numpy(packed.advantages_n).to(logprobs_n)).sum().backward()
     found = [p.grad.flatten().float() for p in backend.parameters().values() if p.grad is not None]
     return sum(rows), torch.cat(found)
