@@ -3,6 +3,7 @@
     python benchmarks/learning/study.py prepare runs/learning             models, once
     python benchmarks/learning/study.py run runs/learning --seconds 500   cells that are not done yet, side by side
     python benchmarks/learning/study.py report runs/learning > benchmarks/results/learning.json
+    python benchmarks/learning/study.py picture benchmarks/results/learning.json > docs/images/learning.png
 
 A cell is one run of `learning.toml` with its own staleness, correction and seed. Each that ends adds a line to
 cells.jsonl in the study's folder; `run` begins with those that have none, and may be stopped at any time.
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from chains import WORDS, lazy, prompt, thinking, unseen
+from chains import MOST, WORDS, lazy, prompt, thinking, unseen
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.bench import result
@@ -32,6 +33,8 @@ from headrace.models import CausalLM, ModelConfig, PackedContext, random_model, 
 
 HERE = Path(__file__).parent
 END = "<end>"
+LONGEST = (MOST + 2) + (MOST + 2) + 1
+"""Words of a prompt, of a completion that thinks, and the end."""
 SEEDS, LAGS = range(5), (0, 1, 4, 16)
 WAYS = {
     "none": "[]",
@@ -52,8 +55,9 @@ class Size(NamedTuple):
 
 
 SIZES = {
-    "student": Size(512, 6, 8, 1500, 512),
-    "teacher": Size(768, 8, 12, 2000, 512),
+    "student": Size(512, 6, 8, 400, 512),
+    "teacher": Size(768, 8, 12, 1000, 512),
+    "small": Size(256, 4, 4, 500, 128),
     "tiny": Size(64, 2, 4, 200, 32),
 }
 
@@ -65,8 +69,12 @@ class Cell(NamedTuple):
     teacher: bool = False
 
     @property
+    def kind(self) -> str:
+        return f"{'distilled-' if self.teacher else ''}lag{self.lag}-{self.way}"
+
+    @property
     def name(self) -> str:
-        return f"{'distilled-' if self.teacher else ''}lag{self.lag}-{self.way}-{self.seed}"
+        return f"{self.kind}-{self.seed}"
 
 
 def cells() -> list[Cell]:
@@ -135,15 +143,19 @@ def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share
         for chain in islice(examples, size.batch):
             asked = prompt(chain).split()
             told = (thinking if dice.random() < share else lazy)(chain).split()
-            sequences.append([ids[word] for word in (*asked, *told, END)])
-            targets.append([False] * (len(asked) - 1) + [True] * (len(told) + 1) + [False])
-        context = PackedContext([len(s) for s in sequences], device)
-        tokens = torch.tensor([token for s in sequences for token in s], device=device)
-        kept = torch.tensor([keep for t in targets for keep in t], device=device)
+            words = [*asked, *told, END]
+            # All of one length, so that attention is one call; what follows the end is not learned.
+            sequences.append([ids[word] for word in words + [END] * (LONGEST - len(words))])
+            learned = range(len(asked) - 1, len(words) - 1)
+            targets.append([place in learned for place in range(LONGEST)])
+        context = PackedContext([LONGEST] * size.batch, device)
+        tokens = torch.tensor(sequences, device=device).flatten()
+        kept = torch.tensor(targets, device=device).flatten()
         hidden = model(tokens, context.positions, context)[kept]
         logprobs, _ = model.ops.token_logprobs(hidden, model.head_weight, tokens.roll(-1)[kept])
         loss = -logprobs.mean()
-        rate = min(1, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / size.steps)))
+        # How to think is found all at once, at the full rate.
+        rate = min(1, (step + 1) / 50, max(0.05, 5 * (1 - step / size.steps)))
         for group in optimizer.param_groups:
             group["lr"] = 1e-3 * rate
         optimizer.zero_grad()
@@ -272,17 +284,18 @@ def loss(lines: dict[str, dict[str, Any]], lag: int, way: str) -> tuple[float, f
 
 def report(study: Path) -> dict[str, Any]:
     lines = done(study)
-    rows = []
+    rows, curves = [], {}
     for lag, way, teacher in sorted({(line["lag"], line["way"], line["teacher"]) for line in lines.values()}):
         found = accuracies(lines, lag, way, teacher)
         lost = None if teacher else loss(lines, lag, way)
-        alike = [line for line in lines.values() if line["name"] in _names(lag, way, teacher)]
+        alike = [lines[name] for seed in SEEDS if (name := Cell(lag, way, seed, teacher).name) in lines]
         rows.append(
             {
                 "part": "distillation" if teacher else "staleness",
                 "lag": lag,
                 "correction": way,
                 "seeds": len(found),
+                "accuracy_before": statistics.mean(line["accuracy_before"] for line in alike),
                 "accuracy_mean": statistics.mean(found.values()),
                 "accuracy_min": min(found.values()),
                 "accuracy_max": max(found.values()),
@@ -293,21 +306,74 @@ def report(study: Path) -> dict[str, Any]:
                 "tokens_mean": statistics.mean(line["tokens"] for line in alike),
             }
         )
+        curves[Cell(lag, way, 0, teacher).kind] = curve(alike)
     corrected = [found[1] for way in WAYS if way != "none" and (found := loss(lines, 4, way))]
     figures = {"lag4_loss_bound95": min(corrected)} if corrected else {}
     if uncorrected := loss(lines, 16, "none"):
         figures["lag16_uncorrected_reward_gap"] = uncorrected[0]
-    return result("learning", rows, figures)
+    return {**result("learning", rows, figures), "curves": curves}
 
 
-def _names(lag: int, way: str, teacher: bool) -> set[str]:
-    return {Cell(lag, way, seed, teacher).name for seed in SEEDS}
+def curve(alike: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """Over seeds: what the batches were rewarded with by step, and the median time of it."""
+    rows = list(zip(*(line["curve"] for line in alike), strict=False))
+    rewards = [[one[2] for one in row] for row in rows]
+    return {
+        "step": [row[0][0] for row in rows],
+        "seconds": [round(statistics.median(one[1] for one in row), 2) for row in rows],
+        "reward": [round(statistics.mean(some), 4) for some in rewards],
+        "reward_min": [min(some) for some in rewards],
+        "reward_max": [max(some) for some in rewards],
+    }
+
+
+def picture(file: Path) -> bytes:
+    """Rewards by step and by time, and where each seed ended, as a PNG."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    told = json.loads(file.read_text())
+    colours = dict(zip(LAGS, ("#2e8b57", "#2463a8", "#e07b21", "#c0392b"), strict=True))
+    dashes = dict(zip(WAYS, ("-", "--", ":"), strict=True))
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
+    for row in told["rows"]:
+        teacher = row["part"] == "distillation"
+        kind = Cell(row["lag"], row["correction"], 0, teacher).kind
+        look = {
+            "color": "#6b3fa0" if teacher else colours[row["lag"]],
+            "linestyle": dashes[row["correction"]],
+            "label": "distilled" if teacher else kind,
+        }
+        seen = told["curves"][kind]
+        for panel, by in zip(axes, ("step", "seconds"), strict=False):
+            panel.plot(seen[by], smooth(seen["reward"]), linewidth=1.4, **look)
+        ends = [row["accuracy_mean"] - row["accuracy_min"]], [row["accuracy_max"] - row["accuracy_mean"]]
+        axes[2].errorbar(
+            [row["accuracy_mean"]], [look["label"]], xerr=ends, fmt="o", capsize=3, color=look["color"]
+        )
+    for panel, title in zip(axes, ("Reward by step", "Reward by seconds", "Held out, at the end"), strict=True):
+        panel.set_title(title, loc="left")
+        panel.grid(color="#e6e8eb")
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[2].invert_yaxis()
+    axes[0].legend(frameon=False, fontsize=8)
+    kept = io.BytesIO()
+    figure.savefig(kept, dpi=110)
+    return kept.getvalue()
+
+
+def smooth(values: list[float], width: int = 3) -> list[float]:
+    return [statistics.mean(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=["prepare", "run", "report"])
-    parser.add_argument("study", type=Path)
+    parser.add_argument("what", choices=["prepare", "run", "report", "picture"])
+    parser.add_argument("study", type=Path, help="its folder; for `picture` the report's file")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--student", default="student", choices=SIZES)
     parser.add_argument("--teacher", default="teacher", choices=SIZES)
@@ -320,8 +386,10 @@ def main() -> None:
         prepare(given.study, {"model": given.student, "teacher": given.teacher}, given.device)
     elif given.what == "run":
         run(given.study, given.together, given.seconds, given.set, given.most)
-    else:
+    elif given.what == "report":
         print(json.dumps(report(given.study)))
+    else:
+        sys.stdout.buffer.write(picture(given.study))
 
 
 if __name__ == "__main__":

@@ -77,12 +77,12 @@ class Load:
     """Sequences that the engine decodes together."""
     max_staleness: int = 16
     """A completion of `cap` tokens takes as long as so many steps."""
-    steps: int = 18
+    steps: int = 15
     skipped: int = 5
     left_out: int = 3
     """Steps of the asynchronous run; how many of them fill the pipeline, and how many drain it."""
-    sync_groups: tuple[int, ...] = (32, 64, 128)
-    sync_counted: int = 256
+    sync_groups: tuple[int, ...] = (64, 128, 256)
+    sync_counted: int = 128
     """Groups of each synchronous run, after a first step."""
     warm_s: float = 6.0
     alone_s: float = 12.0
