@@ -1,17 +1,24 @@
-"""AdamW, its learning rate as a pure function of the step, and the gradient's clipping."""
+"""AdamW with the gradient's clipping, and its learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn import Parameter
 
 from headrace.training.config import OptimizerConfig
 
-# The names under which AdamW keeps a parameter's state.
+if TYPE_CHECKING:
+    from headrace.kernels.adamw import AdamW
+
+# The names under which torch's AdamW keeps a parameter's state, and so do checkpoints.
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _STEP = "step"
+_State = Mapping[Tensor, Mapping[str, Tensor]]
 
 
 def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float:
@@ -33,53 +40,144 @@ class Optimizer:
     """AdamW over those of the named float32 parameters that want gradients. These exist from the beginning and are
     added to in place."""
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig):
+    def __init__(self, parameters: Mapping[str, Parameter], config: OptimizerConfig):
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
-        self._config = config
+        for parameter in self._parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        self._adamw = _adamw(list(self._parameters.values()), config)
+        self._norm: Tensor | None = None
+
+    def norm(self) -> Tensor:
+        """The gradient's norm, still on the device: what the next step clips by."""
+        self._norm = torch.nn.utils.get_total_norm(_gradients(self._parameters.values()), foreach=True)
+        return self._norm
+
+    def step(self, rate: float) -> None:
+        """One update with the gradients there are, scaled down to `max_grad_norm`; then none. Their norm is what
+        `norm` found, if it was asked for since the last step."""
+        self._adamw.step(rate, self.norm() if self._norm is None else self._norm)
+        self._norm = None
+        # Kernels do not tell; whoever keeps a copy of the parameters looks at this.
+        torch.autograd.graph.increment_version(list(self._parameters.values()))
+
+    def zero_grad(self) -> None:
+        # Kept and zeroed: a parameter without a gradient would be left out of the update, momentum and all.
+        torch._foreach_zero_(_gradients(self._parameters.values()))
+        self._norm = None
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything it remembers, by name: empty before the first step."""
+        state = self._adamw.state()
+        return {
+            f"{key}/{name}": state[parameter][key]
+            for name, parameter in self._parameters.items()
+            if parameter in state
+            for key in (*_MOMENTS, _STEP)
+        }
+
+    def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Restore what `tensors` gave."""
+        # What there was is freed first: twice the moments may be more than the device has.
+        self._adamw.load({})
+        self.zero_grad()
+        if not tensors:
+            return
+        self._adamw.load(
+            {
+                parameter: {
+                    key: tensors[f"{key}/{name}"].to(parameter.device, copy=True) for key in (*_MOMENTS, _STEP)
+                }
+                for name, parameter in self._parameters.items()
+            }
+        )
+
+
+class _Torch:
+    """torch's own, wherever the parameters are."""
+
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig):
+        self._parameters = parameters
+        self._max_norm = config.max_grad_norm
         self._adamw = torch.optim.AdamW(
-            self._parameters.values(),
+            parameters,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
             weight_decay=config.weight_decay,
             fused=True,
         )
-        for parameter in self._parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
 
-    def clip(self) -> torch.Tensor:
-        """Scale the gradient down to `max_grad_norm`; returns its norm before, still on the device."""
-        return torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._config.max_grad_norm, foreach=True)
-
-    def step(self, rate: float) -> None:
-        """One update with the gradients there are, then none."""
+    def step(self, rate: float, norm: Tensor) -> None:
+        """Clip by the norm, update, zero the gradients."""
+        torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_norm, norm, foreach=True)
         for group in self._adamw.param_groups:
             group["lr"] = rate
         self._adamw.step()
-        # The fused kernel does not tell; whoever keeps a copy of the parameters looks at this.
-        torch.autograd.graph.increment_version(list(self._parameters.values()))
-        self.zero_grad()
+        torch._foreach_zero_(_gradients(self._parameters))
 
-    def zero_grad(self) -> None:
-        # Kept and zeroed: a parameter without a gradient would be left out of the update, momentum and all.
-        torch._foreach_zero_([p.grad for p in self._parameters.values() if p.grad is not None])
+    def state(self) -> _State:
+        """Moments and step count of each parameter; empty before the first step."""
+        return self._adamw.state
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything it remembers, by name: empty before the first step."""
+    def load(self, state: _State) -> None:
+        """Go on from what `state` gave."""
+        self._adamw.state.clear()
+        self._adamw.state.update({parameter: dict(own) for parameter, own in state.items()})
+
+
+class _Kernel:
+    """The same in one launch, by `kernels.adamw`. Gradients stay the tensors that they were at the first step."""
+
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig):
+        self._parameters, self._config = parameters, config
+        self._adamw: AdamW | None = None
+        self.load({})
+
+    def step(self, rate: float, norm: Tensor) -> None:
+        if self._adamw is None:
+            self._adamw = self._over_all()
+        self._steps += 1
+        self._adamw.step(
+            self._steps,
+            norm,
+            rate=rate,
+            betas=self._config.betas,
+            eps=self._config.eps,
+            weight_decay=self._config.weight_decay,
+            max_norm=self._config.max_grad_norm,
+        )
+
+    def state(self) -> _State:
         return {
-            f"{key}/{name}": self._adamw.state[parameter][key]
-            for name, parameter in self._parameters.items()
-            if parameter in self._adamw.state
-            for key in (*_MOMENTS, _STEP)
+            parameter: {
+                **dict(zip(_MOMENTS, moments, strict=True)),
+                _STEP: torch.full((), self._steps, dtype=torch.float32, device=parameter.device),
+            }
+            for parameter, moments in self._moments.items()
         }
 
-    def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore what `tensors` gave."""
-        self._adamw.state.clear()
-        self.zero_grad()
-        if not tensors:
-            return
-        for name, parameter in self._parameters.items():
-            moments = {key: tensors[f"{key}/{name}"].to(parameter.device, copy=True) for key in _MOMENTS}
-            step = tensors[f"{_STEP}/{name}"].to(parameter.device, copy=True)
-            self._adamw.state[parameter] = {_STEP: step, **moments}
+    def load(self, state: _State) -> None:
+        self._moments = {parameter: [own[key] for key in _MOMENTS] for parameter, own in state.items()}
+        # The same for all: each step is of all of them.
+        self._steps = max((int(own[_STEP]) for own in state.values()), default=0)
+        self._adamw = None
+
+    def _over_all(self) -> AdamW:
+        from headrace.kernels.adamw import AdamW
+
+        if not self._moments:
+            self._moments = {p: [torch.zeros_like(p) for _ in _MOMENTS] for p in self._parameters}
+        return AdamW(list(self._moments), _gradients(self._moments), *zip(*self._moments.values(), strict=True))
+
+
+def _adamw(parameters: Sequence[Parameter], config: OptimizerConfig) -> _Torch | _Kernel:
+    if all(parameter.is_cuda for parameter in parameters):
+        from headrace.kernels.adamw import AdamW
+
+        if AdamW.possible(parameters):
+            return _Kernel(parameters, config)
+    return _Torch(parameters, config)
+
+
+def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

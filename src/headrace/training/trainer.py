@@ -149,7 +149,7 @@ class LocalTrainer:
         return batch, sequences
 
     def _gradient(self, sequences: list[TrainingSequence], batch: Batch) -> tuple[Total, float]:
-        """The clipped gradient of one update: (sums over its tokens, norm before). Without one after an error."""
+        """The gradient of one update: (sums over its tokens, its norm). Without one after an error."""
         config = self._config
         tokens = sum(sequence.num_trained for sequence in sequences)
         divisor = normaliser(max(1, tokens), max(1, len(sequences)), config.algorithm.recipe)
@@ -161,7 +161,7 @@ class LocalTrainer:
             sums = self._accumulate(self._packed(moving), batch, divisor)
             with torch.no_grad():
                 sums += self._accumulate(self._packed(still), batch, divisor)
-            *sums_of_all, grad_norm = torch.cat([sums, self._optimizer.clip().double()[None]]).tolist()
+            *sums_of_all, grad_norm = torch.cat([sums, self._optimizer.norm().double()[None]]).tolist()
             total = dict(zip(SUMS, sums_of_all, strict=True)) | {"tokens": float(tokens)}
             check_numbers(total, grad_norm)
         except BaseException:

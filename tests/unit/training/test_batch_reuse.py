@@ -132,9 +132,9 @@ def test_nobody_sees_the_weights_between_two_updates(tmp_path: Path) -> None:
 def test_after_a_later_update_failed_nothing_more_is_done_with_the_weights(tmp_path: Path) -> None:
     owner, batch = trainer(tiny_model(tmp_path), epochs=2), named(random_batch(6))
     owner.save(tmp_path / "before", {})
-    clip = owner._optimizer.clip
-    norms = iter([clip, lambda: torch.tensor(float("nan"))])
-    owner._optimizer.clip = lambda: next(norms)()  # type: ignore[method-assign]
+    norm = owner._optimizer.norm
+    norms = iter([norm, lambda: torch.tensor(float("nan"))])
+    owner._optimizer.norm = lambda: next(norms)()  # type: ignore[method-assign]
     with pytest.raises(HeadraceError, match="finite"):
         owner.train(batch)
     assert owner.version == 0
@@ -147,7 +147,7 @@ def test_after_a_later_update_failed_nothing_more_is_done_with_the_weights(tmp_p
         with pytest.raises(HeadraceError, match="between two"):
             use()
     owner.load(tmp_path / "before")
-    owner._optimizer.clip = clip  # type: ignore[method-assign]
+    owner._optimizer.norm = norm  # type: ignore[method-assign]
     assert owner.train(batch).version == 1
 
 

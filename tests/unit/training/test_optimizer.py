@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from headrace.training.config import OptimizerConfig
-from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.optimizer import Optimizer, _Kernel, _Torch, learning_rate
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def test_the_rate_rises_linearly_and_then_stays() -> None:
@@ -39,7 +42,7 @@ def test_updates_equal_adamw_computed_by_hand() -> None:
     for step in range(1, 4):
         gradient = 3 * draw.standard_normal((2, 3))
         parameter.grad.add_(torch.tensor(gradient, dtype=torch.float32))  # type: ignore[union-attr]
-        norm = optimizer.clip()
+        norm = optimizer.norm()
         assert norm.item() == pytest.approx(np.linalg.norm(gradient), rel=1e-5)
         optimizer.step(0.01)
         gradient /= max(1.0, np.linalg.norm(gradient))
@@ -90,3 +93,105 @@ def test_a_parameter_that_wants_no_gradient_is_left_alone() -> None:
     assert moved.max() < 1
     assert fixed.tolist() == [1.0, 1.0, 1.0]
     assert {name.split("/")[-1] for name in optimizer.tensors()} == {"moved"}
+
+
+def test_the_gradient_is_clipped_by_its_norm_whether_it_was_asked_for_or_not() -> None:
+    moments = []
+    for asked in (True, False):
+        parameter = torch.nn.Parameter(torch.zeros(2))
+        optimizer = Optimizer({"w": parameter}, OptimizerConfig(max_grad_norm=0.5))
+        parameter.grad.copy_(torch.tensor([3.0, 4.0]))  # type: ignore[union-attr]
+        if asked:
+            assert optimizer.norm().item() == 5.0
+            assert parameter.grad.tolist() == [3.0, 4.0]  # type: ignore[union-attr]
+        optimizer.step(0.1)
+        moments.append(optimizer.tensors()["exp_avg/w"].tolist())
+    assert moments[0] == moments[1] == pytest.approx([0.03, 0.04], rel=1e-5)
+
+
+def test_a_norm_from_before_gradients_were_zeroed_clips_nothing_later() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer({"w": parameter}, OptimizerConfig())
+    parameter.grad.fill_(float("nan"))  # type: ignore[union-attr]
+    assert optimizer.norm().isnan()
+    optimizer.zero_grad()
+    parameter.grad.copy_(torch.tensor([0.3, 0.4]))  # type: ignore[union-attr]
+    optimizer.step(0.1)
+    assert optimizer.tensors()["exp_avg/w"].tolist() == pytest.approx([0.03, 0.04])
+
+
+SHAPES = {"matrix": (70, 40), "vector": (33,), "number": (1,)}
+
+
+def opened(way: type[_Torch] | type[_Kernel], values: dict[str, torch.Tensor]) -> Optimizer:
+    """Over copies of the values, the one way or the other wherever they lie."""
+    parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+    config = OptimizerConfig(weight_decay=0.1)
+    optimizer = Optimizer(parameters, config)
+    optimizer._adamw = way(list(parameters.values()), config)
+    return optimizer
+
+
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator).to(DEVICE) for name, shape in SHAPES.items()}
+
+
+def train(optimizer: Optimizer, steps: range) -> None:
+    for step in steps:
+        # Odd steps are clipped, even ones are not.
+        for name, gradient in drawn(step).items():
+            optimizer._parameters[name].grad.add_(gradient if step % 2 else 0.001 * gradient)  # type: ignore[union-attr]
+        optimizer.norm()
+        optimizer.step(0.01 / step)
+
+
+def assert_alike(found: Optimizer, expected: Optimizer) -> None:
+    ends = [{**one._parameters, **one.tensors()} for one in (found, expected)]
+    assert ends[0].keys() == ends[1].keys()
+    # Sums may cancel: roundings of steps of 0.01 and of gradients of 0.02 are left.
+    near = {"exp_avg": 1e-8, "exp_avg_sq": 0.0, "step": 0.0}
+    for name, tensor in ends[0].items():
+        atol = near.get(name.split("/")[0], 2e-8)
+        torch.testing.assert_close(tensor, ends[1][name], rtol=2e-6, atol=atol, msg=name)
+        assert tensor.device == ends[1][name].device
+    assert not any(p.grad.any() for p in found._parameters.values())  # type: ignore[union-attr]
+
+
+def test_the_kernels_steps_are_torchs() -> None:
+    optimizers = [opened(way, drawn(0)) for way in (_Kernel, _Torch)]
+    assert [optimizer.tensors() for optimizer in optimizers] == [{}, {}]
+    for step in range(1, 5):
+        for optimizer in optimizers:
+            train(optimizer, range(step, step + 1))
+        assert_alike(*optimizers)
+    assert optimizers[0].tensors()["step/vector"].item() == 4.0
+
+
+@pytest.mark.parametrize("ways", [(_Torch, _Kernel), (_Kernel, _Torch), (_Kernel, _Kernel)])
+def test_a_run_saved_by_one_way_goes_on_by_the_other(ways: tuple[Any, Any]) -> None:
+    unbroken = opened(ways[0], drawn(0))
+    train(unbroken, range(1, 4))
+    resumed = opened(ways[1], {name: p.detach() for name, p in unbroken._parameters.items()})
+    train(resumed, range(9, 10))  # What it did before is to be forgotten.
+    for name, parameter in resumed._parameters.items():
+        parameter.data.copy_(unbroken._parameters[name].data)
+    resumed.load_tensors(unbroken.tensors())
+    for optimizer in (unbroken, resumed):
+        train(optimizer, range(4, 7))
+    assert_alike(resumed, unbroken)
+    resumed.load_tensors({})
+    assert resumed.tensors() == {}
+
+
+def test_whoever_copies_parameters_sees_the_kernels_step() -> None:
+    optimizer = opened(_Kernel, drawn(0))
+    before = [parameter._version for parameter in optimizer._parameters.values()]
+    optimizer.step(0.01)
+    assert [parameter._version for parameter in optimizer._parameters.values()] == [count + 1 for count in before]
+
+
+def test_the_kernel_is_for_cuda() -> None:
+    found = Optimizer({"w": torch.nn.Parameter(torch.zeros(3, device=DEVICE))}, OptimizerConfig())._adamw
+    assert isinstance(found, _Kernel if DEVICE == "cuda" else _Torch)
+    assert isinstance(Optimizer({"w": torch.nn.Parameter(torch.zeros(3))}, OptimizerConfig())._adamw, _Torch)

@@ -230,6 +230,8 @@ def test_a_gradient_that_is_not_finite_is_an_error_before_it_reaches_the_weights
     with pytest.raises(HeadraceError, match="finite"):
         owner.train(random_batch(7))
     assert all(torch.equal(tensor, before[name]) for name, tensor in owner.tensors().items())
+    assert owner._optimizer.tensors() == {}
+    assert not any(parameter.grad.any() for parameter in owner._backend.parameters().values())
 
 
 def test_a_batch_without_a_single_token_is_a_step_that_moves_nothing(tmp_path: Path) -> None:
