@@ -30,6 +30,8 @@ class Ragged(NamedTuple):
     key_starts: Tensor
     rows: Tensor | None = None
     """int64 (K,): the rows of what is given that are the keys, and the values. None: all, in order."""
+    occurrences: tuple[Tensor, Tensor] | None = None
+    """Of each row among the keys, as `kernels.rows` has them. On CUDA alone."""
 
     @classmethod
     def of(
@@ -42,7 +44,15 @@ class Ragged(NamedTuple):
         query_starts, key_starts = (
             upload(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device) for counts in (queries, keys)
         )
-        return cls(queries, keys, query_starts, key_starts, None if rows is None else upload(rows, device))
+        if rows is None:
+            return cls(queries, keys, query_starts, key_starts)
+        found = None
+        if torch.device(device).type == "cuda":
+            from headrace.kernels.rows import occurrences
+
+            starts, places = (upload(torch.from_numpy(one), device) for one in occurrences(rows.numpy()))
+            found = starts, places
+        return cls(queries, keys, query_starts, key_starts, upload(rows, device), found)
 
     def keys_of(self, given: Tensor) -> Tensor:
         return given if self.rows is None else given.index_select(0, self.rows)
@@ -51,6 +61,12 @@ class Ragged(NamedTuple):
         """Of what was given: for a row that is a key more than once their sum, in float32."""
         if self.rows is None:
             return of_keys
+        if self.occurrences is not None:
+            from headrace.kernels.rows import sum_rows
+
+            found = torch.empty(given.shape, dtype=given.dtype, device=given.device)
+            sum_rows(of_keys.contiguous(), *self.occurrences, found)
+            return found
         total = torch.zeros(given.shape, dtype=torch.float32, device=given.device)
         return total.index_add_(0, self.rows, of_keys.float()).to(given.dtype)
 
