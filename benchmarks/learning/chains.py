@@ -1,52 +1,55 @@
-"""The learning study's task: what becomes of a number by a chain of operations, modulo 31?
+"""The learning study's task: where does a chain of moves lead?
 
-    prompt      *5 -28 *11 +9 . . ? 14          (dots fill up to the longest chain)
+    prompt      m17 m204 m3 m88 . . ? 14        (dots fill up to the longest chain)
     lazy        = 30                            answers at once, and is mostly wrong
-    thinking    8 11 28 6 = 6                   says the number after each operation, then answers
+    thinking    8 11 28 6 = 6                   says the place after each move, then answers
 
-Chains have 4 to 12 operations. A wrong number on the way spoils the answer, so a policy has two things to learn: to
-think, and to make fewer mistakes in each of up to twelve operations.
+Each of 300 moves leads from each of 61 places to another one, as was drawn once: 18,300 facts that have to be known
+by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
+learn: to think, and the facts.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from functools import cache
 
 from headrace import Attempt, Task
 
-MODULUS, LEAST, MOST = 31, 4, 12
-OPERATIONS = {"+": lambda a, b: a + b, "-": lambda a, b: a - b, "*": lambda a, b: a * b}
-WORDS = ["?", "=", ".", *(f"{o}{n}" for o in OPERATIONS for n in range(2, MODULUS)), *map(str, range(MODULUS))]
+PLACES, MOVES, LEAST, MOST = 61, 300, 4, 12
+WORDS = ["?", "=", ".", *map(str, range(PLACES)), *(f"m{move}" for move in range(MOVES))]
 HELD_OUT = 2000
 
-Chain = tuple[int, tuple[tuple[str, int], ...]]
-"""The first number, and operations with theirs."""
+Chain = tuple[int, tuple[int, ...]]
+"""The first place, and moves."""
+
+
+@cache
+def leads() -> list[list[int]]:
+    """For each move, where it leads from each place: no two to the same."""
+    dice = random.Random("moves")
+    return [dice.sample(range(PLACES), PLACES) for _ in range(MOVES)]
 
 
 def draw(dice: random.Random) -> Chain:
-    steps = ((dice.choice(list(OPERATIONS)), dice.randrange(2, MODULUS)) for _ in range(dice.randint(LEAST, MOST)))
-    return dice.randrange(MODULUS), tuple(steps)
+    moves = (dice.randrange(MOVES) for _ in range(dice.randint(LEAST, MOST)))
+    return dice.randrange(PLACES), tuple(moves)
 
 
 def prompt(chain: Chain) -> str:
-    first, steps = chain
-    asked = [f"{operation}{number}" for operation, number in steps]
-    return " ".join([*asked, *["."] * (MOST - len(steps)), "?", str(first)])
+    first, moves = chain
+    return " ".join([*(f"m{move}" for move in moves), *["."] * (MOST - len(moves)), "?", str(first)])
 
 
-def numbers(chain: Chain) -> list[int]:
-    """After each operation."""
-    value, steps = chain
-    found = []
-    for operation, number in steps:
-        value = OPERATIONS[operation](value, number) % MODULUS
-        found.append(value)
-    return found
+def places(chain: Chain) -> list[int]:
+    """After each move."""
+    place, moves = chain
+    return [place := leads()[move][place] for move in moves]
 
 
 def answer(chain: Chain) -> str:
-    return str(numbers(chain)[-1])
+    return str(places(chain)[-1])
 
 
 def lazy(chain: Chain) -> str:
@@ -54,7 +57,7 @@ def lazy(chain: Chain) -> str:
 
 
 def thinking(chain: Chain) -> str:
-    return " ".join(map(str, numbers(chain))) + " " + lazy(chain)
+    return " ".join(map(str, places(chain))) + " " + lazy(chain)
 
 
 def held_out() -> list[Chain]:

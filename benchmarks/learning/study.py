@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import random
 import signal
 import statistics
@@ -199,13 +200,17 @@ def begin(study: Path, cell: Cell, sets: list[str]) -> Running:
         *([f"training.distillation.teacher={study / 'teacher'}"] if cell.teacher else []),
     ]
     command = [sys.executable, "-m", "headrace", "train", str(HERE / "learning.toml"), "--run", str(folder)]
+    if torch.cuda.is_available():
+        own.append("sync.transport=cuda_ipc")
     command += [word for one in (*own, *sets) for word in ("--set", one)]
     if (folder / "ledger.sqlite").exists():
         command = [sys.executable, "-m", "headrace", "train", str(folder / "config.toml"), "--run", str(folder)]
         command.append("--resume")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with (study / "cells" / f"{cell.name}.log").open("ab") as log:
-        return Running(cell, subprocess.Popen(command, stdout=log, stderr=log))
+        # Its processes have neighbours.
+        alone = os.environ | {"OMP_NUM_THREADS": "1"}
+        return Running(cell, subprocess.Popen(command, stdout=log, stderr=log, env=alone))
 
 
 def told(study: Path, cell: Cell) -> dict[str, Any]:

@@ -21,11 +21,18 @@ def attempt(text: str, stop: str = "stop") -> Attempt:
     return Attempt([AttemptTurn(prompt="?", text=text, tokens=[], stop=stop)])
 
 
-def test_a_chain_is_asked_thought_and_answered() -> None:
-    chain = (14, (("*", 5), ("-", 28), ("*", 11), ("+", 9)))
-    assert chains.prompt(chain) == "*5 -28 *11 +9 . . . . . . . . ? 14"
-    assert chains.thinking(chain) == "8 11 28 6 = 6"
-    assert chains.lazy(chain) == "= 6"
+def test_a_chain_is_asked_thought_and_answered(monkeypatch) -> None:
+    # Move m leads m + 1 places on.
+    monkeypatch.setattr(chains, "leads", lambda: [[(p + m + 1) % 61 for p in range(61)] for m in range(300)])
+    chain = (59, (0, 4, 9, 0))
+    assert chains.prompt(chain) == "m0 m4 m9 m0 . . . . . . . . ? 59"
+    assert chains.thinking(chain) == "60 4 14 15 = 15"
+    assert chains.lazy(chain) == "= 15"
+
+
+def test_every_move_can_be_taken_back() -> None:
+    assert all(sorted(targets) == list(range(chains.PLACES)) for targets in chains.leads())
+    assert len(chains.leads()) == chains.MOVES
 
 
 def test_tasks_are_not_the_held_out_ones() -> None:
