@@ -4,8 +4,8 @@
     lazy        = 30                            answers at once, and is mostly wrong
     thinking    8 11 28 6 = 6                   says the place after each move, then answers
 
-Each of 300 moves leads from each of 61 places to another one, as was drawn once: 18,300 facts that have to be known
-by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
+Each of 1,000 moves leads from each of 61 places to another one, as was drawn once: 61,000 facts that have to be
+known by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
 learn: to think, and the facts.
 """
 
@@ -17,7 +17,7 @@ from functools import cache
 
 from headrace import Attempt, Task
 
-PLACES, MOVES, LEAST, MOST = 61, 300, 4, 12
+PLACES, MOVES, LEAST, MOST = 61, 1000, 4, 12
 WORDS = ["?", "=", ".", *map(str, range(PLACES)), *(f"m{move}" for move in range(MOVES))]
 HELD_OUT = 2000
 

@@ -12,6 +12,7 @@ cells.jsonl in the study's folder; `run` begins with those that have none, and m
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -21,12 +22,13 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import deque
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from chains import MOST, WORDS, lazy, prompt, thinking, unseen
+from chains import MOST, WORDS, Chain, lazy, prompt, thinking, unseen
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from headrace.bench import result
@@ -36,6 +38,9 @@ HERE = Path(__file__).parent
 END = "<end>"
 LONGEST = (MOST + 2) + (MOST + 2) + 1
 """Words of a prompt, of a completion that thinks, and the end."""
+RATE, LAST_STEPS, RECENT = 1e-3, 50, 5
+"""Of the warm start: its learning rate, its last steps, in which the rate falls, and how many are averaged over."""
+STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.95
 SEEDS, LAGS = range(5), (0, 1, 4, 16)
 WAYS = {
     "none": "[]",
@@ -51,15 +56,14 @@ class Size(NamedTuple):
     layers: int
     heads: int
     steps: int
-    """Of the warm start."""
+    """Of the warm start, at most."""
     batch: int
 
 
 SIZES = {
-    "student": Size(512, 6, 8, 400, 512),
-    "teacher": Size(768, 8, 12, 1000, 512),
-    "small": Size(256, 4, 4, 500, 128),
-    "tiny": Size(64, 2, 4, 200, 32),
+    "student": Size(512, 6, 8, 2000, 512),
+    "teacher": Size(768, 8, 12, 3000, 512),
+    "small": Size(256, 4, 4, 2000, 128),
 }
 
 
@@ -131,46 +135,66 @@ def make_model(size: Size, tokenizer: Tokenizer, device: str) -> CausalLM:
     return model.to(device)
 
 
-def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, device: str) -> float:
-    """Supervised steps on worked examples, of which so many think; returns the last loss."""
+def warm_start(
+    model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float, device: str
+) -> float:
+    """Supervised steps on worked examples, half of which think, until so large a share of chains is thought through
+    without a mistake; then some more on examples of which so many think. Returns the share at the end."""
     dice, examples, ids = random.Random(0), unseen(1), tokenizer.get_vocab()
     torch.set_float32_matmul_precision("high")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    loss = torch.zeros(())
-    for step in range(size.steps):
-        # First both ways alike, so that the means are there; then as rarely as is wanted.
-        share = max(0.5, thinking_share) if step < 0.8 * size.steps else thinking_share
-        sequences, targets = [], []
-        for chain in islice(examples, size.batch):
-            asked = prompt(chain).split()
-            told = (thinking if dice.random() < share else lazy)(chain).split()
-            words = [*asked, *told, END]
-            # All of one length, so that attention is one call; what follows the end is not learned.
-            sequences.append([ids[word] for word in words + [END] * (LONGEST - len(words))])
-            learned = range(len(asked) - 1, len(words) - 1)
-            targets.append([place in learned for place in range(LONGEST)])
-        context = PackedContext([LONGEST] * size.batch, device)
-        tokens = torch.tensor(sequences, device=device).flatten()
-        kept = torch.tensor(targets, device=device).flatten()
-        hidden = model(tokens, context.positions, context)[kept]
-        logprobs, _ = model.ops.token_logprobs(hidden, model.head_weight, tokens.roll(-1)[kept])
-        loss = -logprobs.mean()
-        # How to think is found all at once, at the full rate.
-        rate = min(1, (step + 1) / 50, max(0.05, 5 * (1 - step / size.steps)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    right: deque[float] = deque([0.0] * RECENT, maxlen=RECENT)
+    share, left = 0.5, math.inf
+    for step in itertools.count(1):
+        if left == math.inf and statistics.mean(right) >= knows:
+            share, left = thinking_share, LAST_STEPS
+        if left == 0:
+            return statistics.mean(right)
+        if step > size.steps:
+            raise SystemExit(f"after {size.steps} steps {statistics.mean(right):.1%} are right, not {knows:.0%}")
+        left -= 1
         for group in optimizer.param_groups:
-            group["lr"] = 1e-3 * rate
+            group["lr"] = RATE * min(1, step / 50, max(0.05, left / LAST_STEPS))
+        told = [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
+        loss, found = _supervised(model, ids, told, device)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if (step + 1) % 100 == 0:
-            print(f"warm start {step + 1}/{size.steps}  loss {loss.item():.3f}", file=sys.stderr, flush=True)
-    return loss.item()
+        if found is not None:
+            right.append(found.item())
+        if step % 50 == 0:
+            text = f"warm start, step {step}: loss {loss.item():.3f}, {statistics.mean(right):.1%} right"
+            print(text, file=sys.stderr, flush=True)
+    raise AssertionError
+
+
+def _supervised(
+    model: CausalLM, ids: dict[str, int], told: list[tuple[Chain, bool]], device: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(loss over what is said, how likely those that think are right once they think) of chains, and whether each
+    is to think."""
+    sequences, learned = [], []
+    for chain, thinks in told:
+        asked, said = prompt(chain).split(), (thinking if thinks else lazy)(chain).split()
+        words = [*asked, *said, END]
+        # All of one length, so that attention is one call; what follows the end is not learned.
+        sequences.append([ids[word] for word in words + [END] * (LONGEST - len(words))])
+        learned.append([len(asked) <= place < len(words) for place in range(LONGEST)])
+    tokens, kept = torch.tensor(sequences, device=device), torch.tensor(learned, device=device)
+    context = PackedContext([LONGEST] * len(told), device)
+    hidden = model(tokens.flatten(), context.positions, context).view(len(told), LONGEST, -1)[:, :-1]
+    logprobs, _ = model.ops.token_logprobs(hidden.flatten(0, 1), model.head_weight, tokens[:, 1:].flatten())
+    said = logprobs.view(len(told), -1).where(kept[:, 1:], torch.zeros((), device=device))
+    thinkers = [i for i, (_, thinks) in enumerate(told) if thinks]
+    # But for the first word, which is also the choice to think.
+    right = said.detach()[thinkers, len(asked) :].sum(-1).exp().mean() if thinkers else None
+    return -said.sum() / kept.sum(), right
 
 
 def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
-    """The student thinks in one of five examples, its teacher in all of them."""
-    for name, share in (("model", 0.2), ("teacher", 1.0)):
+    """The student thinks in one of five examples and knows little, its teacher thinks in all and knows most."""
+    for name, share, knows in (("model", 0.2, STUDENT_KNOWS), ("teacher", 1.0, TEACHER_KNOWS)):
         folder = study / name
         if (folder / "config.json").exists():
             continue
@@ -178,7 +202,7 @@ def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
         size = SIZES[sizes[name]]
         tokenizer = make_tokenizer(folder)
         model = make_model(size, tokenizer, device)
-        warm_start(model, tokenizer, size, share, device)
+        warm_start(model, tokenizer, size, share, knows, device)
         save_model(model.cpu(), model.config, folder)
 
 
