@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from headrace.kernels.norm import as_rows
+from headrace.kernels.rotate import Turn
 
 PROGRAMS = 1024
 """Of those that add up a weight's gradient: each takes every so manieth row."""
@@ -67,37 +68,61 @@ def _norm_gradient(
 
 
 def rotate_gradient(
-    x_thd: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float, grad_thd: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """(gradient of x, parts of the norm's weight's if there is one), of `rotate.rotate` for queries or keys."""
-    tokens, heads, dim = x_thd.shape
-    out = torch.empty(x_thd.shape, dtype=x_thd.dtype, device=x_thd.device)
+    q_thd: Tensor, k_tgd: Tensor, rotation: Turn, grads: tuple[Tensor, Tensor], out: tuple[Tensor, Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Parts of the norms' weights' gradients, if there are norms, of `rotate.rotate`; those of q and k go to `out`.
+
+    A token's heads lie together, in q, k and `out`; `grads` are contiguous.
+    """
+    cos, sin, q_norm, k_norm, eps = rotation
+    tokens, heads, dim = q_thd.shape
+    groups = k_tgd.shape[1]
     half = triton.next_power_of_2(dim // 2)
     rows = max(TILE // (2 * half), 1)
-    blocks = triton.cdiv(tokens * heads, rows)
-    programs = min(blocks, PROGRAMS)
-    parts = torch.empty(programs, dim, dtype=torch.float32, device=x_thd.device)
-    _rotate_gradient[(programs,)](
-        x_thd, cos, sin, weight, grad_thd, out, parts, blocks, tokens * heads, x_thd.stride(0), eps,
-        H=heads, D=dim, HALF=half, ROWS=rows, PROGRAMS=programs, NORM=weight is not None, num_warps=4,
+    q_blocks, k_blocks = triton.cdiv(tokens * heads, rows), triton.cdiv(tokens * groups, rows)
+    # A program of queries has about as many blocks as one of keys.
+    share = PROGRAMS * heads // (heads + groups)
+    q_programs, k_programs = min(q_blocks, share), min(k_blocks, PROGRAMS - share)
+    parts = torch.empty(q_programs + k_programs, dim, dtype=torch.float32, device=q_thd.device)
+    _rotate_gradient[(q_programs + k_programs,)](
+        q_thd, k_tgd, cos, sin, q_norm, k_norm, *grads, *out, parts, q_blocks, k_blocks, tokens,
+        q_thd.stride(0), k_tgd.stride(0), out[0].stride(0), out[1].stride(0), eps,
+        H=heads, G=groups, D=dim, HALF=half, ROWS=rows, Q_PROGRAMS=q_programs, K_PROGRAMS=k_programs,
+        NORM=q_norm is not None, num_warps=4,
     )  # fmt: skip
-    return out, None if weight is None else parts
+    return (None, None) if q_norm is None else (parts[:q_programs], parts[q_programs:])
 
 
-@triton.jit(do_not_specialize=["blocks", "count"])
+@triton.jit(do_not_specialize=["q_blocks", "k_blocks", "tokens"])
 def _rotate_gradient(
-    x, cos, sin, weight, grad, out, parts, blocks, count, x_stride, eps,
-    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr,
+    q, k, cos, sin, q_norm, k_norm, grad_q, grad_k, q_out, k_out, parts, q_blocks, k_blocks, tokens,
+    q_stride, k_stride, q_out_stride, k_out_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
+    Q_PROGRAMS: tl.constexpr, K_PROGRAMS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
+    part = parts + program.to(tl.int64) * D
+    if program < Q_PROGRAMS:
+        _turn_back(q, cos, sin, q_norm, grad_q, q_out, part, program, q_blocks, tokens, q_stride, q_out_stride, eps,
+                   H, D, HALF, ROWS, Q_PROGRAMS, NORM)  # fmt: skip
+    else:
+        _turn_back(k, cos, sin, k_norm, grad_k, k_out, part, program - Q_PROGRAMS, k_blocks, tokens, k_stride,
+                   k_out_stride, eps, G, D, HALF, ROWS, K_PROGRAMS, NORM)  # fmt: skip
+
+
+@triton.jit
+def _turn_back(
+    x, cos, sin, weight, grad, out, part, first_block, blocks, tokens, x_stride, out_stride, eps,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, HALF)[None, :]
     # Added up over rows at the end alone: within the loop warps would wait for each other.
     part_first = tl.zeros((ROWS, HALF), tl.float32)
     part_second = tl.zeros((ROWS, HALF), tl.float32)
-    for block in range(program, blocks, PROGRAMS):
+    for block in range(first_block, blocks, STEP):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
-        real = (rows < count) & (columns < D // 2)
+        real = (rows < tokens * H) & (columns < D // 2)
         token, head = rows // H, rows % H
         given = grad + rows * D + columns
         grad_first = tl.load(given, mask=real, other=0.0).to(tl.float32)
@@ -123,11 +148,11 @@ def _rotate_gradient(
             mean = (tl.sum(first * value_first + second * value_second, axis=1) / D)[:, None]
             first = scale * (first - value_first * mean)
             second = scale * (second - value_second * mean)
-        target = out + rows * D + columns
+        target = out + token * out_stride + head * D + columns
         tl.store(target, first.to(out.dtype.element_ty), mask=real)
         tl.store(target + D // 2, second.to(out.dtype.element_ty), mask=real)
     if NORM:
-        place = parts + program.to(tl.int64) * D + columns
+        place = part + columns
         tl.store(place, tl.sum(part_first, axis=0)[None, :], mask=columns < D // 2)
         tl.store(place + D // 2, tl.sum(part_second, axis=0)[None, :], mask=columns < D // 2)
 
@@ -150,21 +175,18 @@ def _add_parts(parts, total, count, width, ROWS: tl.constexpr, COLUMNS: tl.const
     tl.store(total + columns, before + tl.sum(found, axis=0), mask=real)
 
 
-def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """(gradient of gate, of up), of `gate.gated_silu`; both contiguous, in gate's shape."""
-    gate_rows, up_rows, grad_rows = as_rows(gate), as_rows(up), as_rows(grad)
-    count, width = gate_rows.shape
-    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
-    strides = gate_rows.stride(0), up_rows.stride(0), grad_rows.stride(0)
-    _gate_gradient[(count, triton.cdiv(width, BLOCK))](
-        gate_rows, up_rows, grad_rows, grad_gate, grad_up, width, *strides, BLOCK=BLOCK, num_warps=4
-    )
-    return grad_gate, grad_up
+def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor, out: tuple[Tensor, ...]) -> None:
+    """Those of gate and up, of `gate.gated_silu`, to `out`: two matrices, which may be columns of one."""
+    rows = as_rows(gate), as_rows(up), as_rows(grad), *out
+    count, width = rows[0].shape
+    strides = (one.stride(0) for one in rows)
+    _gate_gradient[(count, triton.cdiv(width, BLOCK))](*rows, width, *strides, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit
 def _gate_gradient(
-    gate, up, grad, grad_gate, grad_up, width, gate_stride, up_stride, grad_stride, BLOCK: tl.constexpr
+    gate, up, grad, grad_gate, grad_up, width,
+    gate_stride, up_stride, grad_stride, grad_gate_stride, grad_up_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -174,6 +196,6 @@ def _gate_gradient(
     given = tl.load(grad + row * grad_stride + columns, mask=real, other=0.0).to(tl.float32)
     share = 1.0 / (1.0 + tl.exp(-value))
     dtype = grad_gate.dtype.element_ty
-    tl.store(grad_up + row * width + columns, (given * value * share).to(dtype), mask=real)
+    tl.store(grad_up + row * grad_up_stride + columns, (given * value * share).to(dtype), mask=real)
     slope = share * (1.0 + value * (1.0 - share))
-    tl.store(grad_gate + row * width + columns, (given * factor * slope).to(dtype), mask=real)
+    tl.store(grad_gate + row * grad_gate_stride + columns, (given * factor * slope).to(dtype), mask=real)

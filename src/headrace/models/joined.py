@@ -45,3 +45,17 @@ def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
         end += tensor.nbytes
     rows = sum(tensor.shape[0] for tensor in tensors)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
+
+
+def abreast(matrices: Sequence[Tensor]) -> Tensor | None:
+    """One view over matrices whose columns follow one another in the rows of one, or None where they do not."""
+    first = matrices[0]
+    block, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for matrix in matrices:
+        same_block = matrix.untyped_storage().data_ptr() == block and matrix.data_ptr() == end
+        same_kind = matrix.dtype == first.dtype and len(matrix) == len(first)
+        if not (same_block and same_kind and matrix.stride() == (first.stride(0), 1)):
+            return None
+        end += matrix.shape[1] * matrix.itemsize
+    columns = sum(matrix.shape[1] for matrix in matrices)
+    return first.as_strided((len(first), columns), first.stride())

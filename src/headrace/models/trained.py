@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from headrace.kernels import gate, gradients, head, norm, rotate
 from headrace.models.attention import AttentionContext
+from headrace.models.joined import abreast, side_by_side
 from headrace.models.logprobs import Support, head_logits, token_logprobs
 from headrace.models.ops import ReferenceOps, Rotation
 
@@ -110,23 +111,51 @@ def _master(weight: Tensor | None) -> Tensor | None:
     return getattr(weight, "master", None)
 
 
+def _joined(grads: Sequence[Tensor], weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs, neighbours as one where their gradients are columns of one matrix and their weights rows of one."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for grad, weight in zip(grads, weights, strict=True):
+        if found:
+            columns, rows = abreast((found[-1][0], grad)), side_by_side((found[-1][1], weight))
+            if columns is not None and rows is not None:
+                found[-1] = columns, rows
+                continue
+        found.append((grad, weight))
+    return found
+
+
+def _places(*inputs_tn: Tensor) -> tuple[Tensor, ...]:
+    """New matrices for the inputs' gradients, abreast where the inputs are: then `_Linears` can join them."""
+    if abreast(inputs_tn) is None:
+        return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in inputs_tn)
+    widths = [x.shape[1] for x in inputs_tn]
+    return inputs_tn[0].new_empty(len(inputs_tn[0]), sum(widths)).split(widths, 1)
+
+
 class _Linears(torch.autograd.Function):
-    """Several products of one input, whose gradient is added up within the products."""
+    """Several products of one input, whose gradient is added up within the products.
+
+    One product where the weights lie side by side: the results are its columns then.
+    """
 
     @staticmethod
     def forward(ctx: Any, x_td: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(x_td, *weights)
         ctx.masters = [_master(weight) for weight in weights]
-        return tuple(F.linear(x_td, weight) for weight in weights)
+        together = side_by_side(weights) if len(weights) > 1 else None
+        if together is None:
+            return tuple(F.linear(x_td, weight) for weight in weights)
+        return F.linear(x_td, together).split([len(weight) for weight in weights], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         x_td, *weights = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ weights[0]
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                grad_x.addmm_(grad, weight)
+            (first, weight), *others = _joined(grads, weights)
+            grad_x = first @ weight
+            for other, weight in others:
+                grad_x.addmm_(other, weight)
         wanted = zip(ctx.needs_input_grad[1:], grads, ctx.masters, strict=True)
         return grad_x, *(_weight_gradient(grad, x_td, master) if wants else None for wants, grad, master in wanted)
 
@@ -184,14 +213,13 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, k, cos, sin, q_norm, k_norm = ctx.saved_tensors
-        found = [
-            gradients.rotate_gradient(x, cos, sin, weight, ctx.eps, grad.contiguous())
-            for x, weight, grad in ((q, q_norm, grads[0]), (k, k_norm, grads[1]))
-        ]
-        (grad_q, of_q_norm), (grad_k, of_k_norm) = found
-        wanted = zip(ctx.needs_input_grad[4:6], (of_q_norm, of_k_norm), (q_norm, k_norm), ctx.masters, strict=True)
+        given = grads[0].contiguous(), grads[1].contiguous()
+        places = _places(q.flatten(1), k.flatten(1))
+        found = places[0].view(q.shape), places[1].view(k.shape)
+        of_norms = gradients.rotate_gradient(q, k, (cos, sin, q_norm, k_norm, ctx.eps), given, found)
+        wanted = zip(ctx.needs_input_grad[4:6], of_norms, (q_norm, k_norm), ctx.masters, strict=True)
         weights = [_norm_weight_gradient(parts if wants else None, *both) for wants, parts, *both in wanted]
-        return grad_q, grad_k, None, None, *weights, None
+        return *found, None, None, *weights, None
 
 
 class _Gate(torch.autograd.Function):
@@ -203,7 +231,9 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         gate_rows, up = ctx.saved_tensors
-        return gradients.gate_gradient(gate_rows, up, grads[0])
+        found = _places(norm.as_rows(gate_rows), norm.as_rows(up))
+        gradients.gate_gradient(gate_rows, up, grads[0], found)
+        return tuple(one.view(up.shape) for one in found)
 
 
 class _Head(torch.autograd.Function):

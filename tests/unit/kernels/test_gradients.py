@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 from headrace.models.attention import PackedContext
 from headrace.models.config import ModelConfig
+from headrace.models.joined import abreast, join, joined_names
 from headrace.models.logprobs import token_logprobs
 from headrace.models.ops import ReferenceOps, Rotation
 from headrace.models.trained import TrainedOps
@@ -49,6 +52,110 @@ def test_projections_of_one_input():
 
     weights = [draw(layer.out_features, 12, seed=layer.out_features) for layer in layers]
     assert_alike(by(trained), by(reference), draw(9, 12), *weights)
+
+
+def siblings(widths, together: bool, *, wants=(True, True, True), mastered=()) -> list[torch.nn.Linear]:
+    weights = [draw(width, 16, seed=i) for i, width in enumerate(widths)]
+    layers = [torch.nn.Linear(16, width, bias=False) for width in widths]
+    for i, (layer, weight) in enumerate(zip(layers, join(weights) if together else weights, strict=True)):
+        layer.weight = torch.nn.Parameter(weight, requires_grad=wants[i])
+        if i in mastered:
+            layer.weight.master = torch.nn.Parameter(weight.clone())
+            layer.weight.master.grad = torch.full(weight.shape, 2.0, device=DEVICE)
+    return layers
+
+
+def gradient_of(layer: torch.nn.Linear) -> torch.Tensor | None:
+    master = getattr(layer.weight, "master", None)
+    assert master is None or layer.weight.grad is None
+    return layer.weight.grad if master is None else master.grad
+
+
+def assert_same(found, expected) -> None:
+    """Up to the order of summation, measured against a tensor's largest number."""
+    near = 1e-5 if DEVICE == "cuda" else 1e-6
+    for one, another in zip(found, expected, strict=True):
+        if one is None or another is None:
+            assert one is another
+        else:
+            torch.testing.assert_close(one, another, rtol=0, atol=near * max(1.0, float(another.abs().max())))
+
+
+@pytest.mark.parametrize("mastered", [(), (0, 1, 2), (1,)])
+@pytest.mark.parametrize("wants", [(True, True, True), (False, True, False), (False, False, False)])
+@pytest.mark.parametrize("of_x", [True, False])
+def test_projections_side_by_side_are_one_product(wants, mastered, of_x):
+    mastered = [i for i in mastered if wants[i]]
+    found = []
+    for together in (False, True):
+        x = draw(9, 16, seed=7).requires_grad_(of_x)
+        layers = siblings((24, 8, 8), together, wants=wants, mastered=mastered)
+        outputs = trained.linears(x, layers)
+        assert (len({out.untyped_storage().data_ptr() for out in outputs}) == 1) == together
+        if any(wants) or of_x:
+            sum((out * draw(*out.shape, seed=9 + i)).sum() for i, out in enumerate(outputs)).backward()
+        found.append([*(out.detach() for out in outputs), x.grad, *map(gradient_of, layers)])
+    assert_same(found[1], found[0])
+
+
+def test_gates_and_rotations_of_columns_give_gradients_that_are_columns_again():
+    angle = draw(9, 1, 4, seed=3)
+    rotation = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
+    found = []
+    for together in (False, True):
+        x, weights = draw(9, 16, seed=7).requires_grad_(), [draw(8, seed=seed).requires_grad_() for seed in (4, 5)]
+        layers, mlp = siblings((32, 16, 16), together), siblings((40, 40), together)
+        q, k, v = trained.linears(x, layers)
+        gate, up = trained.linears(x, mlp)
+        given: dict[int, torch.Tensor] = {}
+        for i, out in enumerate((q, k, v, gate, up)):
+            out.register_hook(partial(given.__setitem__, i))
+        heads = [out.view(9, -1, 8) for out in (q, k, v)]
+        attended = trained.attention(*heads, Rotation(*rotation, *weights, EPS), 0, Kept())
+        gated = trained.gated_silu(gate, up)
+        ((attended * draw(9, 64, seed=8)).sum() + (gated * draw(9, 40, seed=9)).sum()).backward()
+        assert [abreast([given[i], given[i + 1]]) is not None for i in (0, 1, 3)] == [together, False, together]
+        found.append(
+            [attended.detach(), gated.detach(), x.grad, *(w.grad for w in weights), *map(gradient_of, layers + mlp)]
+        )
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)], ids=["in order", "exchanged"])
+def test_gradients_that_are_columns_of_one_matrix_are_joined_only_in_order(order):
+    widths, x = (8, 8, 8), draw(9, 16, seed=7)
+    layers = siblings(widths, True)
+    columns = draw(9, 30, seed=8)[:, 2:26].split(8, 1)
+    grads = [columns[i] for i in order]
+    leaf = x.clone().requires_grad_()
+    torch.autograd.backward(trained.linears(leaf, layers), grads)
+    assert_same([leaf.grad], [sum(grad @ layer.weight.detach() for grad, layer in zip(grads, layers, strict=True))])
+    assert_same(map(gradient_of, layers), [grad.t() @ x for grad in grads])
+
+
+def test_gradients_of_any_strides_are_no_trouble_to_joined_projections():
+    found = []
+    for together in (False, True):
+        x, layers = draw(9, 16, seed=7).requires_grad_(), siblings((8, 8, 8), together)
+        first, second, third = trained.linears(x, layers)
+        # One number for all; transposed; twice the same one.
+        (first.sum() + (second.t() @ draw(9, 5, seed=1)).square().sum() + (third * third).sum()).backward()
+        found.append([x.grad, *map(gradient_of, layers)])
+    assert_same(found[1], found[0])
+
+
+@pytest.mark.parametrize("row_stride", [0, 3, 30])
+def test_matrices_are_abreast_where_the_columns_of_each_begin_at_the_end_of_the_last_ones(row_stride):
+    block = draw(300)
+    first, second, third = (
+        block.as_strided((4, width), (row_stride, 1), begin) for begin, width in ((5, 8), (13, 3), (16, 1))
+    )
+    assert torch.equal(abreast([first, second, third]), torch.cat([first, second, third], 1))
+    assert abreast([second, first]) is None
+    assert abreast([first, third]) is None
+    assert abreast([first, block.as_strided((4, 3), (row_stride + 1, 1), 13)]) is None
+    assert abreast([first, block.as_strided((3, 3), (row_stride, 1), 13)]) is None
+    assert abreast([first, second.clone()]) is None
 
 
 def test_a_weights_gradient_is_added_to_its_masters_in_float32():
@@ -180,7 +287,8 @@ def test_large_logits_stay_finite():
     assert entropy.tolist() == pytest.approx([0.0, 0.0], abs=1e-5)
 
 
-def test_a_whole_model_has_the_reference_s_gradients():
+@pytest.mark.parametrize("together", [False, True])
+def test_a_whole_model_has_the_reference_s_gradients(together):
     config = ModelConfig.from_hf(
         {
             "model_type": "qwen3", "vocab_size": 40, "hidden_size": 24, "intermediate_size": 40,
@@ -193,6 +301,11 @@ def test_a_whole_model_has_the_reference_s_gradients():
     found = []
     torch.manual_seed(0)
     model = CausalLM(config).to(DEVICE)
+    if together:
+        for names in joined_names(config):
+            parameters = [model.get_parameter(name) for name in names]
+            for parameter, joined in zip(parameters, join(parameters), strict=True):
+                parameter.data = joined
     for ops in (reference, trained):
         model.use(ops).zero_grad()
         hidden = model(tokens, context.positions, context)

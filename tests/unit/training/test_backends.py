@@ -12,6 +12,7 @@ import transformers
 from training_builders import TINY, batch_of, episode, ints, mixed_batch, packed_of, tiny_model, turn
 
 from headrace.errors import ModelFolderError
+from headrace.models import joined_names, side_by_side
 from headrace.records import Batch
 from headrace.training.backends.base import Backend
 from headrace.training.backends.native import NativeBackend
@@ -142,6 +143,20 @@ def test_bfloat16_passes_are_near_float32_and_leave_float32_gradients(tmp_path: 
     for name, parameter in backend.parameters().items():
         assert parameter.dtype == parameter.grad.dtype == torch.float32, name
         assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama"])
+def test_weights_of_one_input_lie_side_by_side_in_bfloat16_and_are_saved_apart(tmp_path: Path, family: str) -> None:
+    folder = tiny_model(tmp_path / "model", family)
+    backend = NativeBackend(folder, dtype=torch.bfloat16)
+    for names in joined_names(backend._model.config):
+        own = [backend._model.get_parameter(name) for name in names]
+        together = side_by_side(own)
+        assert together is not None
+        assert torch.equal(together, torch.cat([backend.parameters()[name].bfloat16() for name in names]))
+    backend.save_hf(tmp_path / "saved")
+    again = NativeBackend(tmp_path / "saved").parameters()
+    assert all(torch.equal(again[name], p) for name, p in NativeBackend(folder).parameters().items())
 
 
 @pytest.mark.parametrize("kind", [NativeBackend, TransformersBackend])

@@ -3,7 +3,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from headrace.training.backends.masters import Masters
+from headrace.models import side_by_side
+from headrace.training.backends.masters import ALIGN, Masters
 from headrace.training.config import OptimizerConfig
 from headrace.training.optimizer import Optimizer
 
@@ -25,6 +26,40 @@ def test_a_parameter_that_wants_no_gradient_is_cast_like_the_others() -> None:
     with masters.in_place():
         assert model.bias.tolist() == [1 + 2**-12] * 2
     assert model.bias.dtype == torch.bfloat16
+
+
+def test_casts_lie_one_behind_the_other_and_keep_their_places() -> None:
+    layers = nn.ModuleDict(
+        {name: nn.Linear(8, width, bias=False) for name, width in (("q", 6), ("k", 2), ("v", 2))}
+    )
+    layers["odd"], layers["last"] = nn.Linear(3, 1, bias=False), nn.Linear(8, 1, bias=False)
+    expected = {name: p.detach().bfloat16() for name, p in layers.named_parameters()}
+    masters = Masters(dict(layers.named_parameters()), torch.bfloat16)
+
+    def check() -> None:
+        own = dict(layers.named_parameters())
+        together = side_by_side([own[f"{name}.weight"] for name in "qkv"])
+        assert together is not None
+        assert torch.equal(together, torch.cat([expected[f"{name}.weight"] for name in "qkv"]))
+        assert all(torch.equal(own[name], values) for name, values in expected.items())
+        assert all(p.data_ptr() % ALIGN == 0 for p in own.values())
+
+    check()
+    with masters.in_place():
+        assert len({p.untyped_storage().data_ptr() for p in layers.parameters()}) == 5
+    with torch.no_grad():
+        for master in masters.parameters.values():
+            master.mul_(3)
+    expected = {name: master.detach().bfloat16() for name, master in masters.parameters.items()}
+    masters.cast()
+    check()
+
+
+def test_no_parameters_have_no_masters() -> None:
+    masters = Masters({}, torch.bfloat16)
+    masters.cast()
+    with masters.in_place():
+        assert masters.parameters == {}
 
 
 def test_float32_parameters_are_their_own_masters() -> None:

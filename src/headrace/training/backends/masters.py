@@ -7,17 +7,20 @@ masters, float32 ──── cast before each pass ────▶ the model's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
+ALIGN = 16
+"""Bytes, at a multiple of which each cast begins."""
+
 
 class Masters:
-    """Of a model's float32 parameters, which are of `dtype` from here on. Where that is float32 they stay as they
-    are, and are their own masters.
+    """Of a model's float32 parameters, which are of `dtype` from here on, and in one block of memory. Where that is
+    float32 they stay as they are, and are their own masters.
 
     Masters are changed in place, not through `data`, and by no one between a pass and its backward pass.
     """
@@ -28,11 +31,12 @@ class Masters:
         self._own: list[nn.Parameter] = []
         self._cast_at: list[int] = []
         """How often each master had been changed, as PyTorch counts it."""
-        if dtype == torch.float32:
+        if dtype == torch.float32 or not parameters:
             return
-        for name, parameter in parameters.items():
+        casts = _in_one_block([parameter.data for parameter in parameters.values()], dtype)
+        for (name, parameter), cast in zip(parameters.items(), casts, strict=True):
             master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-            parameter.data = parameter.data.to(dtype)
+            parameter.data = cast
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_hand_over(master))
                 # For operations that can add to its gradient themselves (`models.trained`).
@@ -72,6 +76,15 @@ class Masters:
             if all(map(Casts.possible, *ends)):
                 return Casts(ends[1], ends[0]).run
         return lambda: torch._foreach_copy_(*ends)
+
+
+def _in_one_block(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies one behind the other, so that layers of one input are one product (`models.joined.side_by_side`)."""
+    step = ALIGN // dtype.itemsize
+    sizes = [-(-tensor.numel() // step) * step for tensor in tensors]
+    block = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    pairs = zip(block.split(sizes), tensors, strict=True)
+    return [place[: tensor.numel()].view(tensor.shape).copy_(tensor) for place, tensor in pairs]
 
 
 def _hand_over(master: nn.Parameter) -> Callable[[Tensor], None]:
