@@ -18,8 +18,11 @@ from headrace.kernels.norm import as_rows
 from headrace.kernels.rotate import Turn
 
 PROGRAMS = 1024
-"""Of those that add up a weight's gradient: each takes every so manieth row."""
+"""Of those that add up a weight's gradient: each takes every so manieth tile of rows."""
 TILE = 1024
+"""Elements of a program's turn, unless a single row or head has more."""
+AHEAD = 8192
+"""Bytes of a tensor's part in a turn, up to which those of the next two turns are read meanwhile: shared memory."""
 BLOCK = 1024
 COLUMNS = 32
 """Of partial sums that a program adds up."""
@@ -31,40 +34,50 @@ def norm_gradient(
     """(gradient of x, parts of the weight's), of `norm.rms_norm`; `grad_x` is what x has besides."""
     count, width = x.shape
     out = torch.empty_like(x)
-    programs = min(count, PROGRAMS)
-    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
+    rows = max(TILE // block, 1)
+    tiles = triton.cdiv(count, rows)
+    programs = min(tiles, PROGRAMS)
+    parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_gradient[(programs,)](
-        x, weight, grad_normed, grad_x, out, parts, count, eps,
-        WIDTH=width, BLOCK=block, PROGRAMS=programs, MORE=grad_x is not None,
-        num_warps=min(max(block // 512, 4), 16),
+        x, weight, grad_normed, grad_x, out, parts, tiles, count, eps,
+        WIDTH=width, BLOCK=block, ROWS=rows, STAGES=3 if rows * block * x.itemsize <= AHEAD else 1,
+        PROGRAMS=programs, MORE=grad_x is not None, num_warps=min(max(rows * block // 512, 4), 16),
     )  # fmt: skip
     return out, parts
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["tiles", "count"])
 def _norm_gradient(
-    x, weight, grad_normed, grad_x, out, parts, count, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, MORE: tl.constexpr,
+    x, weight, grad_normed, grad_x, out, parts, tiles, count, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
+    MORE: tl.constexpr,
 ):  # fmt: skip
-    first = tl.program_id(0)
-    columns = tl.arange(0, BLOCK)
-    real = columns < WIDTH
-    factor = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
-    part = tl.zeros((BLOCK,), tl.float32)
-    for row in range(first, count, PROGRAMS):
-        place = tl.cast(row, tl.int64) * WIDTH + columns
+    program = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)[None, :]
+    known = columns < WIDTH
+    factor = tl.load(weight + columns, mask=known, other=0.0).to(tl.float32)
+    # Added up over rows at the end alone: within the loop warps would wait for each other.
+    part = tl.zeros((ROWS, BLOCK), tl.float32)
+    for tile in tl.range(program, tiles, PROGRAMS, num_stages=STAGES):
+        rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        real = (rows < count) & known
+        place = rows * WIDTH + columns
         value = tl.load(x + place, mask=real, other=0.0).to(tl.float32)
         grad = tl.load(grad_normed + place, mask=real, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+        # Read before the reduction, whose barrier no load passes.
+        if MORE:
+            more = tl.load(grad_x + place, mask=real, other=0.0)
+        scale = tl.rsqrt(tl.sum(value * value, axis=1) / WIDTH + eps)[:, None]
         normed = value * scale
         part += grad * normed
         grad *= factor
-        found = scale * (grad - normed * (tl.sum(grad * normed, axis=0) / WIDTH))
+        found = scale * (grad - normed * (tl.sum(grad * normed, axis=1) / WIDTH)[:, None])
         if MORE:
-            found += tl.load(grad_x + place, mask=real, other=0.0).to(tl.float32)
+            found += more.to(tl.float32)
         tl.store(out + place, found.to(out.dtype.element_ty), mask=real)
-    tl.store(parts + first.to(tl.int64) * WIDTH + columns, part, mask=real)
+    place = program.to(tl.int64) * WIDTH + columns
+    tl.store(parts + place, tl.sum(part, axis=0)[None, :], mask=known)
 
 
 def rotate_gradient(
