@@ -4,8 +4,8 @@
     lazy        = 30                            answers at once, and is mostly wrong
     thinking    8 11 28 6 = 6                   says the place after each move, then answers
 
-Each of 1,000 moves leads from each of 61 places to another one, as was drawn once: 61,000 facts that have to be
-known by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
+Each of 300 moves leads from each of 61 places to another one, as was drawn once: 18,300 facts that have to be known
+by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
 learn: to think, and the facts.
 """
 
@@ -17,7 +17,7 @@ from functools import cache
 
 from headrace import Attempt, Task
 
-PLACES, MOVES, LEAST, MOST = 61, 1000, 4, 12
+PLACES, MOVES, LEAST, MOST = 61, 300, 4, 12
 WORDS = ["?", "=", ".", *map(str, range(PLACES)), *(f"m{move}" for move in range(MOVES))]
 HELD_OUT = 2000
 
@@ -32,8 +32,9 @@ def leads() -> list[list[int]]:
     return [dice.sample(range(PLACES), PLACES) for _ in range(MOVES)]
 
 
-def draw(dice: random.Random) -> Chain:
-    moves = (dice.randrange(MOVES) for _ in range(dice.randint(LEAST, MOST)))
+def draw(dice: random.Random, skew: float = 1.0) -> Chain:
+    """All moves are as likely, or with more skew the first ones likelier."""
+    moves = (int(MOVES * dice.random() ** skew) for _ in range(dice.randint(LEAST, MOST)))
     return dice.randrange(PLACES), tuple(moves)
 
 
@@ -65,11 +66,11 @@ def held_out() -> list[Chain]:
     return [draw(dice) for _ in range(HELD_OUT)]
 
 
-def unseen(seed: int) -> Iterator[Chain]:
+def unseen(seed: int, skew: float = 1.0) -> Iterator[Chain]:
     """Endless chains, none of them held out."""
     dice, kept = random.Random(seed), set(held_out())
     while True:
-        chain = draw(dice)
+        chain = draw(dice, skew)
         if chain not in kept:
             yield chain
 

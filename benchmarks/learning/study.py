@@ -12,7 +12,6 @@ cells.jsonl in the study's folder; `run` begins with those that have none, and m
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import os
@@ -22,7 +21,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import deque
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,8 +36,9 @@ HERE = Path(__file__).parent
 END = "<end>"
 LONGEST = (MOST + 2) + (MOST + 2) + 1
 """Words of a prompt, of a completion that thinks, and the end."""
-RATE, LAST_STEPS, RECENT = 1e-3, 50, 5
-"""Of the warm start: its learning rate, its last steps, in which the rate falls, and how many are averaged over."""
+RATE, LAST_STEPS, SKEW = 1e-3, 50, 3.0
+"""Of the warm start: its learning rate, its last steps, in which the rate falls, and how much likelier some moves
+are (`chains.draw`)."""
 STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.95
 SEEDS, LAGS = range(5), (0, 1, 4, 16)
 WAYS = {
@@ -139,41 +138,46 @@ def warm_start(
     model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float, device: str
 ) -> float:
     """Supervised steps on worked examples, half of which think, until so large a share of chains is thought through
-    without a mistake; then some more on examples of which so many think. Returns the share at the end."""
-    dice, examples, ids = random.Random(0), unseen(1), tokenizer.get_vocab()
+    without a mistake; then some more on examples of which so many think. Returns the share at the end.
+
+    Examples have some moves more often than others: those show what thinking is, and the rarer a move, the less is
+    known of it.
+    """
+    dice, ids = random.Random(0), tokenizer.get_vocab()
+    examples, all_alike = unseen(1, SKEW), [(chain, True) for chain in islice(unseen(2), size.batch)]
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    right: deque[float] = deque([0.0] * RECENT, maxlen=RECENT)
-    share, left = 0.5, math.inf
-    for step in itertools.count(1):
-        if left == math.inf and statistics.mean(right) >= knows:
-            share, left = thinking_share, LAST_STEPS
-        if left == 0:
-            return statistics.mean(right)
-        if step > size.steps:
-            raise SystemExit(f"after {size.steps} steps {statistics.mean(right):.1%} are right, not {knows:.0%}")
+    share, left, right = 0.5, math.inf, 0.0
+    for step in range(1, size.steps + 1):
         left -= 1
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, step / 50, max(0.05, left / LAST_STEPS))
-        told = [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
-        loss, found = _supervised(model, ids, told, device)
+        loss, _ = _supervised(
+            model, ids, [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
+        )
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if found is not None:
-            right.append(found.item())
-        if step % 50 == 0:
-            text = f"warm start, step {step}: loss {loss.item():.3f}, {statistics.mean(right):.1%} right"
-            print(text, file=sys.stderr, flush=True)
-    raise AssertionError
+        if step % 10 == 0:
+            with torch.no_grad():
+                right = _supervised(model, ids, all_alike)[1].item()
+            print(
+                f"warm start, step {step}: loss {loss.item():.3f}, {right:.1%} right", file=sys.stderr, flush=True
+            )
+            if left <= 0:
+                return right
+            if left == math.inf and right >= knows:
+                share, left = thinking_share, LAST_STEPS
+    raise SystemExit(f"after {size.steps} steps {right:.1%} are right, not {knows:.0%}")
 
 
 def _supervised(
-    model: CausalLM, ids: dict[str, int], told: list[tuple[Chain, bool]], device: str
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+    model: CausalLM, ids: dict[str, int], told: list[tuple[Chain, bool]]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(loss over what is said, how likely those that think are right once they think) of chains, and whether each
     is to think."""
+    device = model.head_weight.device
     sequences, learned = [], []
     for chain, thinks in told:
         asked, said = prompt(chain).split(), (thinking if thinks else lazy)(chain).split()
@@ -188,7 +192,7 @@ def _supervised(
     said = logprobs.view(len(told), -1).where(kept[:, 1:], torch.zeros((), device=device))
     thinkers = [i for i, (_, thinks) in enumerate(told) if thinks]
     # But for the first word, which is also the choice to think.
-    right = said.detach()[thinkers, len(asked) :].sum(-1).exp().mean() if thinkers else None
+    right = said.detach()[thinkers, len(asked) :].sum(-1).exp().mean()
     return -said.sum() / kept.sum(), right
 
 

@@ -23,7 +23,7 @@ def attempt(text: str, stop: str = "stop") -> Attempt:
 
 def test_a_chain_is_asked_thought_and_answered(monkeypatch) -> None:
     # Move m leads m + 1 places on.
-    monkeypatch.setattr(chains, "leads", lambda: [[(p + m + 1) % 61 for p in range(61)] for m in range(1000)])
+    monkeypatch.setattr(chains, "leads", lambda: [[(p + m + 1) % 61 for p in range(61)] for m in range(300)])
     chain = (59, (0, 4, 9, 0))
     assert chains.prompt(chain) == "m0 m4 m9 m0 . . . . . . . . ? 59"
     assert chains.thinking(chain) == "60 4 14 15 = 15"
@@ -101,11 +101,11 @@ def test_a_warm_start_ends_when_enough_is_known(monkeypatch, tmp_path: Path) -> 
         monkeypatch.setattr(chains, name, value)
     monkeypatch.setattr(study, "WORDS", ["?", "=", ".", "0", "1", "2", "m0", "m1"])
     monkeypatch.setattr(study, "LONGEST", 9)
-    monkeypatch.setattr(study, "LAST_STEPS", 3)
+    monkeypatch.setattr(study, "LAST_STEPS", 10)
     monkeypatch.setattr(chains, "leads", lambda: [[1, 2, 0], [2, 0, 1]])
     size = study.Size(hidden=32, layers=1, heads=2, steps=400, batch=16)
     tokenizer = study.make_tokenizer(tmp_path)
     model = study.make_model(size, tokenizer, "cpu")
     assert study.warm_start(model, tokenizer, size, 0.5, 0.05, "cpu") >= 0.05
-    with pytest.raises(SystemExit, match=r"after 5 steps .* are right, not 90%"):
-        study.warm_start(model, tokenizer, size._replace(steps=5), 0.5, 0.9, "cpu")
+    with pytest.raises(SystemExit, match=r"after 10 steps .* are right, not 90%"):
+        study.warm_start(model, tokenizer, size._replace(steps=10), 0.5, 0.9, "cpu")
