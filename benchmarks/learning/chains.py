@@ -4,7 +4,7 @@
     lazy        = 30                            answers at once, and is mostly wrong
     thinking    8 11 28 6 = 6                   says the place after each move, then answers
 
-Each of 300 moves leads from each of 61 places to another one, as was drawn once: 18,300 facts that have to be known
+Each of 300 moves leads from each of 61 places to some place, as was drawn once: 18,300 facts that have to be known
 by heart. Chains have 4 to 12 moves. A wrong place on the way spoils the answer, so a policy has two things to
 learn: to think, and the facts.
 """

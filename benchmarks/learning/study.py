@@ -5,8 +5,13 @@
     python benchmarks/learning/study.py report runs/learning > benchmarks/results/learning.json
     python benchmarks/learning/study.py picture benchmarks/results/learning.json > docs/images/learning.png
 
-A cell is one run of `learning.toml` with its own staleness, correction and seed. Each that ends adds a line to
-cells.jsonl in the study's folder; `run` begins with those that have none, and may be stopped at any time.
+From the repository's root; on a GPU many cells fit side by side (`--together`), best with CUDA's MPS running.
+
+A cell is one run of `learning.toml` with its own staleness, correction and seed: the seed is of the order of tasks
+and of the sampling, while the model that cells begin with, the facts and the tasks are the same for all. Each that
+ends adds a line to cells.jsonl in the study's folder; `run` begins with those that have none, and may be stopped at
+any time. One that was stopped on its way begins anew: resumed, it would have lost what was in flight, and with it
+its staleness.
 """
 
 from __future__ import annotations
@@ -17,7 +22,6 @@ import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
@@ -25,11 +29,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import report
 import torch
 from chains import MOST, WORDS, Chain, lazy, prompt, thinking, unseen
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from headrace.bench import result
+from headrace.bench import commit, hardware
 from headrace.models import CausalLM, ModelConfig, PackedContext, random_model, save_model
 
 HERE = Path(__file__).parent
@@ -40,14 +45,13 @@ RATE, LAST_STEPS, SKEW = 1e-3, 50, 3.0
 """Of the warm start: its learning rate, its last steps, in which the rate falls, and how much likelier some moves
 are (`chains.draw`)."""
 STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.95
+"""Share of chains that they think through without a mistake before the last steps."""
 SEEDS, LAGS = range(5), (0, 1, 4, 16)
 WAYS = {
     "none": "[]",
     "tis": '[{type = "tis"}]',
     "decoupled": '[{type = "decoupled", proximal = "interpolated"}]',
 }
-# One-sided 95 % quantiles of Student's t, by degrees of freedom.
-T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
 
 
 class Size(NamedTuple):
@@ -55,7 +59,7 @@ class Size(NamedTuple):
     layers: int
     heads: int
     steps: int
-    """Of the warm start, at most."""
+    """Of the warm start, at most, before its last ones."""
     batch: int
 
 
@@ -147,29 +151,28 @@ def warm_start(
     examples, all_alike = unseen(1, SKEW), [(chain, True) for chain in islice(unseen(2), size.batch)]
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    share, left, right = 0.5, math.inf, 0.0
-    for step in range(1, size.steps + 1):
-        left -= 1
+    share, left, right, step = 0.5, math.inf, 0.0, 0
+    while left > 0:
+        step, left = step + 1, left - 1
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, step / 50, max(0.05, left / LAST_STEPS))
-        loss, _ = _supervised(
-            model, ids, [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
-        )
+        told = [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
+        loss, _ = _supervised(model, ids, told)
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if step % 10 == 0:
-            with torch.no_grad():
-                right = _supervised(model, ids, all_alike)[1].item()
-            print(
-                f"warm start, step {step}: loss {loss.item():.3f}, {right:.1%} right", file=sys.stderr, flush=True
-            )
-            if left <= 0:
-                return right
-            if left == math.inf and right >= knows:
-                share, left = thinking_share, LAST_STEPS
-    raise SystemExit(f"after {size.steps} steps {right:.1%} are right, not {knows:.0%}")
+        if step % 10:
+            continue
+        with torch.no_grad():
+            right = _supervised(model, ids, all_alike)[1].item()
+        seen = f"loss {loss.item():.3f}, {right:.1%} right"
+        print(f"warm start, step {step}: {seen}", file=sys.stderr, flush=True)
+        if left == math.inf and right >= knows:
+            share, left = thinking_share, LAST_STEPS
+        elif left == math.inf and step >= size.steps:
+            raise SystemExit(f"after {step} steps {right:.1%} are right, not {knows:.0%}")
+    return right
 
 
 def _supervised(
@@ -206,7 +209,8 @@ def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
         size = SIZES[sizes[name]]
         tokenizer = make_tokenizer(folder)
         model = make_model(size, tokenizer, device)
-        warm_start(model, tokenizer, size, share, knows, device)
+        right = warm_start(model, tokenizer, size, share, knows, device)
+        print(f"{name}: {right:.1%} right where it thinks", file=sys.stderr, flush=True)
         save_model(model.cpu(), model.config, folder)
 
 
@@ -227,18 +231,17 @@ def begin(study: Path, cell: Cell, sets: list[str]) -> Running:
         f"training.corrections={WAYS[cell.way]}",
         *([f"training.distillation.teacher={study / 'teacher'}"] if cell.teacher else []),
     ]
-    command = [sys.executable, "-m", "headrace", "train", str(HERE / "learning.toml"), "--run", str(folder)]
     if torch.cuda.is_available():
         own.append("sync.transport=cuda_ipc")
-    command += [word for one in (*own, *sets) for word in ("--set", one)]
-    if (folder / "ledger.sqlite").exists():
-        command = [sys.executable, "-m", "headrace", "train", str(folder / "config.toml"), "--run", str(folder)]
-        command.append("--resume")
+    command = [sys.executable, "-m", "headrace", "train", str(HERE / "learning.toml"), "--run", str(folder)]
+    command += ["--overwrite", *(word for one in (*own, *sets) for word in ("--set", one))]
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with (study / "cells" / f"{cell.name}.log").open("ab") as log:
-        # Its processes have neighbours.
-        alone = os.environ | {"OMP_NUM_THREADS": "1"}
-        return Running(cell, subprocess.Popen(command, stdout=log, stderr=log, env=alone))
+    # Its processes have neighbours.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with (study / "cells" / f"{cell.name}.log").open("wb") as log:
+        # In a session of its own, so that Ctrl-C reaches it once, from here.
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+    return Running(cell, process)
 
 
 def told(study: Path, cell: Cell) -> dict[str, Any]:
@@ -256,6 +259,8 @@ def told(study: Path, cell: Cell) -> dict[str, Any]:
         "tokens": summary["ledger"]["tokens"]["trained"],
         "evaluations": [[e["step"], e["pass_1"]] for e in summary["evaluations"]],
         "curve": [[round(line[key], 5) for key in keys] for line in lines[:: max(1, len(lines) // 50)]],
+        "hardware": hardware(),
+        "commit": commit(),
     }
 
 
@@ -270,137 +275,33 @@ def run(study: Path, together: int, seconds: float, sets: list[str], most: int |
     waiting = [cell for cell in cells() if cell.name not in done(study)][:most]
     running: list[Running] = []
     try:
-        while (waiting and time.monotonic() < until) or running:
-            while waiting and len(running) < together and time.monotonic() < until:
+        while (waiting or running) and time.monotonic() < until:
+            while waiting and len(running) < together:
                 running.append(begin(study, waiting.pop(0), sets))
-            if time.monotonic() > until:
-                break
             time.sleep(0.2)
-            for one in [one for one in running if one.process.poll() is not None]:
-                running.remove(one)
-                if one.process.returncode:
-                    print(f"{one.cell.name} failed: see its log", file=sys.stderr, flush=True)
-                    continue
-                line = told(study, one.cell)
-                with (study / "cells.jsonl").open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-                text = f"{one.cell.name}: {line['accuracy']:.3f} in {line['seconds']:.0f} s, {len(waiting)} to come"
-                print(text, file=sys.stderr, flush=True)
+            running = [one for one in running if not ended(study, one)]
     finally:
         for one in running:
             one.process.send_signal(signal.SIGINT)
         for one in running:
-            one.process.wait(60)
+            try:
+                one.process.wait(60)
+            except subprocess.TimeoutExpired:
+                one.process.kill()
 
 
-# ── report ───────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def accuracies(lines: dict[str, dict[str, Any]], lag: int, way: str, teacher: bool = False) -> dict[int, float]:
-    """By seed."""
-    return {
-        line["seed"]: line["accuracy"]
-        for line in lines.values()
-        if (line["lag"], line["way"], line["teacher"]) == (lag, way, teacher)
-    }
-
-
-def loss(lines: dict[str, dict[str, Any]], lag: int, way: str) -> tuple[float, float] | None:
-    """What is lost against lag 0 with the same seed: (mean, one-sided upper 95 % bound), of two seeds or more."""
-    fresh, stale = accuracies(lines, 0, "none"), accuracies(lines, lag, way)
-    lost = [fresh[seed] - stale[seed] for seed in fresh if seed in stale]
-    if len(lost) < 2:
-        return None
-    mean, spread = statistics.mean(lost), statistics.stdev(lost)
-    return mean, mean + T95[len(lost) - 1] * spread / math.sqrt(len(lost))
-
-
-def report(study: Path) -> dict[str, Any]:
-    lines = done(study)
-    rows, curves = [], {}
-    for lag, way, teacher in sorted({(line["lag"], line["way"], line["teacher"]) for line in lines.values()}):
-        found = accuracies(lines, lag, way, teacher)
-        lost = None if teacher else loss(lines, lag, way)
-        alike = [lines[name] for seed in SEEDS if (name := Cell(lag, way, seed, teacher).name) in lines]
-        rows.append(
-            {
-                "part": "distillation" if teacher else "staleness",
-                "lag": lag,
-                "correction": way,
-                "seeds": len(found),
-                "accuracy_before": statistics.mean(line["accuracy_before"] for line in alike),
-                "accuracy_mean": statistics.mean(found.values()),
-                "accuracy_min": min(found.values()),
-                "accuracy_max": max(found.values()),
-                "lost_mean": lost and lost[0],
-                "lost_bound95": lost and lost[1],
-                "staleness_mean": statistics.mean(row[3] for line in alike for row in line["curve"]),
-                "seconds_median": statistics.median(line["seconds"] for line in alike),
-                "tokens_mean": statistics.mean(line["tokens"] for line in alike),
-            }
-        )
-        curves[Cell(lag, way, 0, teacher).kind] = curve(alike)
-    corrected = [found[1] for way in WAYS if way != "none" and (found := loss(lines, 4, way))]
-    figures = {"lag4_loss_bound95": min(corrected)} if corrected else {}
-    if uncorrected := loss(lines, 16, "none"):
-        figures["lag16_uncorrected_reward_gap"] = uncorrected[0]
-    return {**result("learning", rows, figures), "curves": curves}
-
-
-def curve(alike: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """Over seeds: what the batches were rewarded with by step, and the median time of it."""
-    rows = list(zip(*(line["curve"] for line in alike), strict=False))
-    rewards = [[one[2] for one in row] for row in rows]
-    return {
-        "step": [row[0][0] for row in rows],
-        "seconds": [round(statistics.median(one[1] for one in row), 2) for row in rows],
-        "reward": [round(statistics.mean(some), 4) for some in rewards],
-        "reward_min": [min(some) for some in rewards],
-        "reward_max": [max(some) for some in rewards],
-    }
-
-
-def picture(file: Path) -> bytes:
-    """Rewards by step and by time, and where each seed ended, as a PNG."""
-    import io
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    told = json.loads(file.read_text())
-    colours = dict(zip(LAGS, ("#2e8b57", "#2463a8", "#e07b21", "#c0392b"), strict=True))
-    dashes = dict(zip(WAYS, ("-", "--", ":"), strict=True))
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), layout="constrained")
-    for row in told["rows"]:
-        teacher = row["part"] == "distillation"
-        kind = Cell(row["lag"], row["correction"], 0, teacher).kind
-        look = {
-            "color": "#6b3fa0" if teacher else colours[row["lag"]],
-            "linestyle": dashes[row["correction"]],
-            "label": "distilled" if teacher else kind,
-        }
-        seen = told["curves"][kind]
-        for panel, by in zip(axes, ("step", "seconds"), strict=False):
-            panel.plot(seen[by], smooth(seen["reward"]), linewidth=1.4, **look)
-        ends = [row["accuracy_mean"] - row["accuracy_min"]], [row["accuracy_max"] - row["accuracy_mean"]]
-        axes[2].errorbar(
-            [row["accuracy_mean"]], [look["label"]], xerr=ends, fmt="o", capsize=3, color=look["color"]
-        )
-    for panel, title in zip(axes, ("Reward by step", "Reward by seconds", "Held out, at the end"), strict=True):
-        panel.set_title(title, loc="left")
-        panel.grid(color="#e6e8eb")
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[2].invert_yaxis()
-    axes[0].legend(frameon=False, fontsize=8)
-    kept = io.BytesIO()
-    figure.savefig(kept, dpi=110)
-    return kept.getvalue()
-
-
-def smooth(values: list[float], width: int = 3) -> list[float]:
-    return [statistics.mean(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
+def ended(study: Path, one: Running) -> bool:
+    """Whether it has, and then its line is kept."""
+    if one.process.poll() is None:
+        return False
+    if one.process.returncode:
+        print(f"{one.cell.name} failed: see its log", file=sys.stderr, flush=True)
+        return True
+    line = told(study, one.cell)
+    with (study / "cells.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    print(f"{one.cell.name}: {line['accuracy']:.3f} in {line['seconds']:.0f} s", file=sys.stderr, flush=True)
+    return True
 
 
 def main() -> None:
@@ -420,9 +321,9 @@ def main() -> None:
     elif given.what == "run":
         run(given.study, given.together, given.seconds, given.set, given.most)
     elif given.what == "report":
-        print(json.dumps(report(given.study)))
+        print(json.dumps(report.of(done(given.study))))
     else:
-        sys.stdout.buffer.write(picture(given.study))
+        sys.stdout.buffer.write(report.picture(given.study))
 
 
 if __name__ == "__main__":

@@ -82,8 +82,8 @@ class Load:
     left_out: int = 3
     """Steps of the asynchronous run; how many of them fill the pipeline, and how many drain it."""
     sync_groups: tuple[int, ...] = (64, 128, 256)
-    sync_counted: int = 128
-    """Groups of each synchronous run, after a first step."""
+    sync_steps: int = 2
+    """Counted of each synchronous run, after a first one."""
     warm_s: float = 6.0
     alone_s: float = 12.0
 
@@ -110,7 +110,7 @@ class Load:
 ON_GPU = Load()
 TINY = Load(
     shape="tiny", groups=4, group_size=4, prompt=8, median=8, cap=32, running=16, max_staleness=4, steps=8,
-    skipped=2, left_out=1, sync_groups=(2, 4), sync_counted=8, warm_s=0.2, alone_s=0.5,
+    skipped=2, left_out=1, sync_groups=(2, 4), sync_steps=2, warm_s=0.2, alone_s=0.5,
 )  # fmt: skip
 
 
@@ -188,6 +188,7 @@ def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: floa
         "part": "runs",
         "run": name,
         "groups": groups,
+        "steps": seen.steps,
         "step_s": seen.wall_s / seen.steps,
         "trained_tokens_per_s": seen.tokens_per_s,
         "error_frac": seen.error_frac,
@@ -281,8 +282,7 @@ class _Bench:
 
     def run(self, groups: int, part: str) -> Window:
         load, synchronous = self.load, part == "sync"
-        counted = -(-load.sync_counted // groups)
-        steps, *outside = (1 + counted, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
+        steps, *outside = (1 + load.sync_steps, 1, 0) if synchronous else (load.steps, load.skipped, load.left_out)
         drive.say(f"e2e: {NAMES[part]}, batches of {groups} groups …")
         folder = self._scratch / f"{part}-{groups}"
         summary = train(self._config(groups, steps, part), folder=folder, progress=True)

@@ -42,7 +42,7 @@ def norm_gradient(
     _norm_gradient[(programs,)](
         x, weight, grad_normed, grad_x, out, parts, tiles, count, eps,
         WIDTH=width, BLOCK=block, ROWS=rows, STAGES=3 if rows * block * x.itemsize <= AHEAD else 1,
-        PROGRAMS=programs, MORE=grad_x is not None, num_warps=min(max(rows * block // 512, 4), 16),
+        MORE=grad_x is not None, num_warps=min(max(rows * block // 512, 4), 16),
     )  # fmt: skip
     return out, parts
 
@@ -50,8 +50,7 @@ def norm_gradient(
 @triton.jit(do_not_specialize=["tiles", "count"])
 def _norm_gradient(
     x, weight, grad_normed, grad_x, out, parts, tiles, count, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, PROGRAMS: tl.constexpr,
-    MORE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)[None, :]
@@ -59,7 +58,7 @@ def _norm_gradient(
     factor = tl.load(weight + columns, mask=known, other=0.0).to(tl.float32)
     # Added up over rows at the end alone: within the loop warps would wait for each other.
     part = tl.zeros((ROWS, BLOCK), tl.float32)
-    for tile in tl.range(program, tiles, PROGRAMS, num_stages=STAGES):
+    for tile in tl.range(program, tiles, tl.num_programs(0), num_stages=STAGES):
         rows = tl.cast(tile, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         real = (rows < count) & known
         place = rows * WIDTH + columns
@@ -98,42 +97,39 @@ def rotate_gradient(
     q_programs, k_programs = min(q_blocks, share), min(k_blocks, PROGRAMS - share)
     parts = torch.empty(q_programs + k_programs, dim, dtype=torch.float32, device=q_thd.device)
     _rotate_gradient[(q_programs + k_programs,)](
-        q_thd, k_tgd, cos, sin, q_norm, k_norm, *grads, *out, parts, q_blocks, k_blocks, tokens,
-        q_thd.stride(0), k_tgd.stride(0), out[0].stride(0), out[1].stride(0), eps,
-        H=heads, G=groups, D=dim, HALF=half, ROWS=rows, Q_PROGRAMS=q_programs, K_PROGRAMS=k_programs,
-        NORM=q_norm is not None, num_warps=4,
+        q_thd, k_tgd, cos, sin, q_norm, k_norm, *grads, *out, parts, q_blocks, k_blocks, q_programs, k_programs,
+        tokens, q_thd.stride(0), k_tgd.stride(0), out[0].stride(0), out[1].stride(0), eps,
+        H=heads, G=groups, D=dim, HALF=half, ROWS=rows, NORM=q_norm is not None, num_warps=4,
     )  # fmt: skip
     return (None, None) if q_norm is None else (parts[:q_programs], parts[q_programs:])
 
 
-@triton.jit(do_not_specialize=["q_blocks", "k_blocks", "tokens"])
+@triton.jit(do_not_specialize=["q_blocks", "k_blocks", "q_programs", "k_programs", "tokens"])
 def _rotate_gradient(
-    q, k, cos, sin, q_norm, k_norm, grad_q, grad_k, q_out, k_out, parts, q_blocks, k_blocks, tokens,
-    q_stride, k_stride, q_out_stride, k_out_stride, eps,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr,
-    Q_PROGRAMS: tl.constexpr, K_PROGRAMS: tl.constexpr, NORM: tl.constexpr,
+    q, k, cos, sin, q_norm, k_norm, grad_q, grad_k, q_out, k_out, parts, q_blocks, k_blocks, q_programs, k_programs,
+    tokens, q_stride, k_stride, q_out_stride, k_out_stride, eps,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     part = parts + program.to(tl.int64) * D
-    if program < Q_PROGRAMS:
-        _turn_back(q, cos, sin, q_norm, grad_q, q_out, part, program, q_blocks, tokens, q_stride, q_out_stride, eps,
-                   H, D, HALF, ROWS, Q_PROGRAMS, NORM)  # fmt: skip
+    if program < q_programs:
+        _turn_back(q, cos, sin, q_norm, grad_q, q_out, part, program, q_blocks, q_programs, tokens, q_stride,
+                   q_out_stride, eps, H, D, HALF, ROWS, NORM)  # fmt: skip
     else:
-        _turn_back(k, cos, sin, k_norm, grad_k, k_out, part, program - Q_PROGRAMS, k_blocks, tokens, k_stride,
-                   k_out_stride, eps, G, D, HALF, ROWS, K_PROGRAMS, NORM)  # fmt: skip
+        _turn_back(k, cos, sin, k_norm, grad_k, k_out, part, program - q_programs, k_blocks, k_programs, tokens,
+                   k_stride, k_out_stride, eps, G, D, HALF, ROWS, NORM)  # fmt: skip
 
 
 @triton.jit
 def _turn_back(
-    x, cos, sin, weight, grad, out, part, first_block, blocks, tokens, x_stride, out_stride, eps,
-    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, STEP: tl.constexpr,
-    NORM: tl.constexpr,
+    x, cos, sin, weight, grad, out, part, first_block, blocks, step, tokens, x_stride, out_stride, eps,
+    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     columns = tl.arange(0, HALF)[None, :]
     # Added up over rows at the end alone: within the loop warps would wait for each other.
     part_first = tl.zeros((ROWS, HALF), tl.float32)
     part_second = tl.zeros((ROWS, HALF), tl.float32)
-    for block in range(first_block, blocks, STEP):
+    for block in range(first_block, blocks, step):
         rows = tl.cast(block, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         real = (rows < tokens * H) & (columns < D // 2)
         token, head = rows // H, rows % H

@@ -144,8 +144,8 @@ class TrainingConfig(Config):
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
     kernels: Literal["fused", "reference"] = "fused"
-    """On CUDA, for the native back end with fast numerics: Triton kernels, forward and backward, or plain PyTorch.
-    Elsewhere always plain PyTorch."""
+    """What the model computes by, forward and backward, on CUDA with the native back end and fast numerics: Triton
+    kernels or plain PyTorch. Elsewhere always plain PyTorch."""
     threads: Annotated[int, Meta(ge=1)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""

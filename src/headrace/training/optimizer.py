@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -126,15 +127,18 @@ class _Torch:
 
 
 class _Kernel:
-    """The same in one launch, by `kernels.adamw`. Gradients stay the tensors that they were at the first step."""
+    """The same in one launch, by `kernels.adamw`."""
 
     def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig):
         self._parameters, self._config = parameters, config
         self._adamw: AdamW | None = None
+        self._gradients: list[Tensor] = []
         self.load({})
 
     def step(self, rate: float, norm: Tensor) -> None:
-        if self._adamw is None:
+        gradients = _gradients(self._parameters)
+        if self._adamw is None or any(map(operator.is_not, gradients, self._gradients)):
+            self._gradients = gradients
             self._adamw = self._over_all()
         self._steps += 1
         self._adamw.step(
@@ -167,7 +171,7 @@ class _Kernel:
 
         if not self._moments:
             self._moments = {p: [torch.zeros_like(p) for _ in _MOMENTS] for p in self._parameters}
-        return AdamW(list(self._moments), _gradients(self._moments), *zip(*self._moments.values(), strict=True))
+        return AdamW(list(self._moments), self._gradients, *zip(*self._moments.values(), strict=True))
 
 
 def _adamw(parameters: Sequence[Parameter], config: OptimizerConfig) -> _Torch | _Kernel:

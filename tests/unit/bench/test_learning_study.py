@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ from headrace.scoring.base import AttemptTurn
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks" / "learning"))
 
 import chains
+import report
 import study
 
 
@@ -57,43 +59,74 @@ def test_what_follows_the_one_sign_is_the_answer(text: str, stop: str, reward: f
     assert chains.score(Task(id="t", prompt="?", answer="6"), attempt(text, stop)) == reward
 
 
-def line(lag: int, way: str, seed: int, accuracy: float) -> dict:
+def line(lag: int, way: str, seed: int, accuracy: float, commit: str = "c0ffee") -> dict:
     cell = study.Cell(lag, way, seed)
     curve = [[step, 2.0 * step, accuracy, lag, 0.0, 1.0, 1.0] for step in range(1, 5)]
     told = {"accuracy": accuracy, "accuracy_before": 0.1, "seconds": 9.0 + seed, "tokens": 100, "curve": curve}
-    return cell._asdict() | {"name": cell.name} | told
+    return cell._asdict() | {"name": cell.name} | told | {"hardware": {"gpu": "one"}, "commit": commit}
+
+
+def by_name(lines: list[dict]) -> dict[str, dict]:
+    return {one["name"]: one for one in lines}
 
 
 def test_what_staleness_costs_is_bounded_over_seeds() -> None:
     lines = [line(0, "none", seed, 0.8) for seed in range(5)]
     lines += [line(4, "tis", seed, 0.8 - 0.01 * (seed + 1)) for seed in range(5)]
-    found = study.loss({one["name"]: one for one in lines}, 4, "tis")
-    assert found is not None
+    lost = report.losses(by_name(lines), 4, "tis")
+    assert lost == pytest.approx([0.01, 0.02, 0.03, 0.04, 0.05])
     # Mean 0.03, standard deviation 0.0158, Student's t of four degrees of freedom 2.132.
-    assert found == pytest.approx((0.03, 0.03 + 2.132 * 0.0158114 / 5**0.5), abs=1e-6)
-    assert study.loss({one["name"]: one for one in lines}, 16, "none") is None
+    assert report.bound(lost, 1, report.T95) == pytest.approx(0.03 + 2.132 * 0.0158114 / 5**0.5, abs=1e-6)
+    assert report.bound(lost, -1, report.T95) == pytest.approx(0.03 - 2.132 * 0.0158114 / 5**0.5, abs=1e-6)
+    assert report.bound([0.1], 1, report.T95) is None
+    assert report.losses(by_name(lines), 16, "none") == []
+    assert report.figures(by_name(lines)) == {"lag4_loss_bound95": report.bound(lost, 1, report.T95)}
+    # Of two corrections the better one is taken, which is to cost something.
+    lines += [line(4, "decoupled", seed, 0.1) for seed in range(5)]
+    assert report.figures(by_name(lines)) == {"lag4_loss_bound95": report.bound(lost, 1, report.T975)}
 
 
 def test_a_report_has_a_row_a_curve_and_figures(tmp_path: Path) -> None:
-    lines = [
-        line(lag, way, seed, 0.8 - lag / 100)
-        for lag, way in [(0, "none"), (4, "tis"), (16, "none")]
-        for seed in (0, 1)
-    ]
-    (tmp_path / "cells.jsonl").write_text("".join(study.json.dumps(one) + "\n" for one in lines))
-    told = study.report(tmp_path)
+    kinds = [(0, "none"), (4, "tis"), (16, "none")]
+    lines = by_name([line(lag, way, seed, 0.8 - lag / 100) for lag, way in kinds for seed in (0, 1)])
+    told = report.of(lines)
     assert [row["lag"] for row in told["rows"]] == [0, 4, 16]
     assert told["figures"] == pytest.approx({"lag4_loss_bound95": 0.04, "lag16_uncorrected_reward_gap": 0.16})
-    assert told["curves"]["lag4-tis"]["reward"] == [0.76] * 4
+    assert told["curves"]["lag 4, tis"]["reward"] == [0.76] * 4
+    assert (told["hardware"], told["commit"]) == ({"gpu": "one"}, "c0ffee")
+    assert report.of(lines | by_name([line(1, "tis", 0, 0.7, "decaf")]))["commit"] == {"0": "c0ffee", "1": "decaf"}
     file = tmp_path / "learning.json"
-    file.write_text(study.json.dumps(told))
-    assert study.picture(file).startswith(b"\x89PNG")
+    file.write_text(json.dumps(told))
+    assert report.picture(file).startswith(b"\x89PNG")
 
 
-def test_a_study_goes_on_with_the_cells_that_have_no_line(tmp_path: Path) -> None:
+def test_a_study_runs_the_cells_that_have_no_line(tmp_path: Path, monkeypatch) -> None:
     assert len({cell.name for cell in study.cells()}) == len(study.cells()) == 50
-    (tmp_path / "cells.jsonl").write_text(study.json.dumps(line(0, "none", 0, 0.8)) + "\n")
-    assert list(study.done(tmp_path)) == ["lag0-none-0"]
+    (tmp_path / "cells.jsonl").write_text(json.dumps(line(0, "none", 0, 0.8)) + "\n")
+    asked: list[list[str]] = []
+
+    class Ended:
+        """A run that is over as soon as it begins; the second one has failed."""
+
+        def __init__(self, command: list[str], **how: object) -> None:
+            asked.append(command)
+            self.returncode = int(len(asked) == 2)
+            folder = Path(command[command.index("--run") + 1])
+            folder.mkdir(parents=True)
+            keys = ("step", "time_s", "reward_mean", "staleness_mean", "kl", "entropy", "effective_sample_frac")
+            (folder / "metrics.jsonl").write_text(json.dumps(dict.fromkeys(keys, 1)) + "\n")
+            summary = {"eval_before": 0.1, "eval_after": 0.7, "seconds": 5, "evaluations": []}
+            (folder / "summary.json").write_text(json.dumps(summary | {"ledger": {"tokens": {"trained": 9}}}))
+
+        def poll(self) -> int:
+            return self.returncode
+
+    monkeypatch.setattr(study, "commit", lambda: "c0ffee")
+    monkeypatch.setattr(study.subprocess, "Popen", Ended)
+    study.run(tmp_path, together=2, seconds=60, sets=["training.steps=1"], most=3)
+    assert len(asked) == 3
+    assert all("--overwrite" in command and "training.steps=1" in command for command in asked)
+    assert list(study.done(tmp_path)) == ["lag0-none-0", "lag1-none-0", "lag4-none-0"]
 
 
 def test_a_warm_start_ends_when_enough_is_known(monkeypatch, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from headrace.kernels.rows import occurrences
 from headrace.models.ragged import Ragged, has_kernel, ragged_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -72,6 +73,15 @@ def test_a_rows_gradient_is_the_sum_over_all_that_it_is_a_key_of():
     # One after the other in bfloat16, whose neighbours are 2 apart there, both ones would be lost.
     assert ragged.gradient_of(given, of_keys).flatten().tolist() == [258.0, 0.0, 5.0]
     assert ragged.keys_of(torch.arange(3)).tolist() == [0, 2, 0, 0]
+
+
+def test_on_a_gpu_the_sum_is_a_kernels():
+    rows = torch.tensor([0, 2, 0, 0])
+    counted = tuple(torch.from_numpy(one).to(DEVICE) for one in occurrences(rows.numpy()))
+    ragged = Ragged.of([1], [4], DEVICE, rows)._replace(occurrences=counted)
+    given, of_keys = torch.zeros(3, 2, 4, device=DEVICE), torch.randn(2, 4, 4).to(DEVICE).transpose(0, 1)
+    expected = torch.zeros(3, 2, 4, device=DEVICE).index_add_(0, rows.to(DEVICE), of_keys)
+    torch.testing.assert_close(ragged.gradient_of(given, of_keys), expected)
 
 
 def test_there_is_a_kernel_for_half_precision_on_newer_gpus_alone(monkeypatch):

@@ -1,6 +1,6 @@
 """Float32 parameters of a model that computes in another dtype.
 
-masters, float32 ──── cast before each pass ────▶ the model's own parameters
+masters, float32 ──── cast after each change ───▶ the model's own parameters
        ▲                                                    │
        └──── added to, in float32, as they come ──── gradients
 """
