@@ -46,6 +46,8 @@ RATE, LAST_STEPS, SKEW = 1e-3, 50, 3.0
 are (`chains.draw`)."""
 STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.95
 """Share of chains that they think through without a mistake before the last steps."""
+EVENLY_FROM = 0.4
+"""The share from which on all moves are practised alike."""
 SEEDS, LAGS = range(5), (0, 1, 4, 16)
 WAYS = {
     "none": "[]",
@@ -144,11 +146,12 @@ def warm_start(
     """Supervised steps on worked examples, half of which think, until so large a share of chains is thought through
     without a mistake; then some more on examples of which so many think. Returns the share at the end.
 
-    Examples have some moves more often than others: those show what thinking is, and the rarer a move, the less is
-    known of it.
+    At first examples have some moves more often than others: those show what thinking is, and the rarer a move, the
+    less is known of it.
     """
     dice, ids = random.Random(0), tokenizer.get_vocab()
-    examples, all_alike = unseen(1, SKEW), [(chain, True) for chain in islice(unseen(2), size.batch)]
+    skewed, evenly = unseen(1, SKEW), unseen(3)
+    all_alike = [(chain, True) for chain in islice(unseen(2), size.batch)]
     torch.set_float32_matmul_precision("high")
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     share, left, right, step = 0.5, math.inf, 0.0, 0
@@ -156,6 +159,7 @@ def warm_start(
         step, left = step + 1, left - 1
         for group in optimizer.param_groups:
             group["lr"] = RATE * min(1, step / 50, max(0.05, left / LAST_STEPS))
+        examples = skewed if right < EVENLY_FROM else evenly
         told = [(chain, dice.random() < share) for chain in islice(examples, size.batch)]
         loss, _ = _supervised(model, ids, told)
         optimizer.zero_grad()
