@@ -44,7 +44,7 @@ LONGEST = (MOST + 2) + (MOST + 2) + 1
 RATE, LAST_STEPS, SKEW = 1e-3, 50, 3.0
 """Of the warm start: its learning rate, its last steps, in which the rate falls, and how much likelier some moves
 are (`chains.draw`)."""
-STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.95
+STUDENT_KNOWS, TEACHER_KNOWS = 0.3, 0.8
 """Share of chains that they think through without a mistake before the last steps."""
 EVENLY_FROM = 0.4
 """The share from which on all moves are practised alike."""
