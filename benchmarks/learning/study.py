@@ -140,9 +140,7 @@ def make_model(size: Size, tokenizer: Tokenizer, device: str) -> CausalLM:
     return model.to(device)
 
 
-def warm_start(
-    model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float, device: str
-) -> float:
+def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float) -> float:
     """Supervised steps on worked examples, half of which think, until so large a share of chains is thought through
     without a mistake; then some more on examples of which so many think. Returns the share at the end.
 
@@ -213,7 +211,7 @@ def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
         size = SIZES[sizes[name]]
         tokenizer = make_tokenizer(folder)
         model = make_model(size, tokenizer, device)
-        right = warm_start(model, tokenizer, size, share, knows, device)
+        right = warm_start(model, tokenizer, size, share, knows)
         print(f"{name}: {right:.1%} right where it thinks", file=sys.stderr, flush=True)
         save_model(model.cpu(), model.config, folder)
 

@@ -33,7 +33,7 @@ Weights = dict[str, torch.Tensor]
 class Backend(Protocol):
     """A causal language model with float32 parameters. Forward and backward run in the dtype it was built with:
     it computes with casts of the parameters, as the engine that serves them does, and gradients arrive in float32.
-    They are changed in place, and not between a pass and its backward pass.
+    Parameters are changed in place, and not between a pass and its backward pass.
 
     With an adapter, its tensors are the parameters; the model's own weights are frozen and kept in that dtype."""
 
