@@ -25,7 +25,9 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,7 +142,9 @@ def make_model(size: Size, tokenizer: Tokenizer, device: str) -> CausalLM:
     return model.to(device)
 
 
-def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float) -> float:
+def warm_start(
+    model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share: float, knows: float, name: str
+) -> float:
     """Supervised steps on worked examples, half of which think, until so large a share of chains is thought through
     without a mistake; then some more on examples of which so many think. Returns the share at the end.
 
@@ -169,7 +173,7 @@ def warm_start(model: CausalLM, tokenizer: Tokenizer, size: Size, thinking_share
         with torch.no_grad():
             right = _supervised(model, ids, all_alike)[1].item()
         seen = f"loss {loss.item():.3f}, {right:.1%} right"
-        print(f"warm start, step {step}: {seen}", file=sys.stderr, flush=True)
+        print(f"warm start of {name}, step {step}: {seen}", file=sys.stderr, flush=True)
         if left == math.inf and right >= knows:
             share, left = thinking_share, LAST_STEPS
         elif left == math.inf and step >= size.steps:
@@ -202,18 +206,23 @@ def _supervised(
 
 
 def prepare(study: Path, sizes: dict[str, str], device: str) -> None:
-    """The student thinks in one of five examples and knows little, its teacher thinks in all and knows most."""
-    for name, share, knows in (("model", 0.2, STUDENT_KNOWS), ("teacher", 1.0, TEACHER_KNOWS)):
-        folder = study / name
-        if (folder / "config.json").exists():
-            continue
-        folder.mkdir(parents=True, exist_ok=True)
-        size = SIZES[sizes[name]]
-        tokenizer = make_tokenizer(folder)
-        model = make_model(size, tokenizer, device)
-        right = warm_start(model, tokenizer, size, share, knows)
-        print(f"{name}: {right:.1%} right where it thinks", file=sys.stderr, flush=True)
-        save_model(model.cpu(), model.config, folder)
+    """The student thinks in one of five examples and knows little, its teacher thinks in all and knows most. Both
+    are made at once, as one alone is bound by its launches."""
+    asked = [("model", 0.2, STUDENT_KNOWS), ("teacher", 1.0, TEACHER_KNOWS)]
+    asked = [one for one in asked if not (study / one[0] / "config.json").exists()]
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        made = [pool.submit(make, study / name, sizes[name], share, knows, device) for name, share, knows in asked]
+        for one in made:
+            one.result()
+
+
+def make(folder: Path, size: str, share: float, knows: float, device: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(folder)
+    model = make_model(SIZES[size], tokenizer, device)
+    right = warm_start(model, tokenizer, SIZES[size], share, knows, folder.name)
+    print(f"{folder.name}: {right:.1%} right where it thinks", file=sys.stderr, flush=True)
+    save_model(model.cpu(), model.config, folder)
 
 
 # ── run: cells side by side ──────────────────────────────────────────────────────────────────────────────

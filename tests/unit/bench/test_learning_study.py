@@ -139,6 +139,6 @@ def test_a_warm_start_ends_when_enough_is_known(monkeypatch, tmp_path: Path) -> 
     size = study.Size(hidden=32, layers=1, heads=2, steps=400, batch=16)
     tokenizer = study.make_tokenizer(tmp_path)
     model = study.make_model(size, tokenizer, "cpu")
-    assert study.warm_start(model, tokenizer, size, 0.5, 0.05) >= 0.05
+    assert study.warm_start(model, tokenizer, size, 0.5, 0.05, "model") >= 0.05
     with pytest.raises(SystemExit, match=r"after 10 steps .* are right, not 90%"):
-        study.warm_start(model, tokenizer, size._replace(steps=10), 0.5, 0.9)
+        study.warm_start(model, tokenizer, size._replace(steps=10), 0.5, 0.9, "model")
