@@ -29,7 +29,7 @@ def of(lines: Lines) -> dict[str, Any]:
     for lag, way, teacher in sorted({(line["lag"], line["way"], line["teacher"]) for line in lines.values()}):
         alike = cells_of(lines, lag, way, teacher)
         found = [line["accuracy"] for line in alike]
-        lost = [] if teacher or lag == 0 else losses(lines, lag, way)
+        lost = losses(lines, lag, way, teacher) if teacher or lag else []
         rows.append(
             {
                 "part": "distillation" if teacher else "staleness",
@@ -44,7 +44,8 @@ def of(lines: Lines) -> dict[str, Any]:
                 "lost_low95": bound(lost, -1, T95),
                 "lost_high95": bound(lost, 1, T95),
                 "staleness_mean": statistics.mean(row[3] for line in alike for row in line["curve"]),
-                "seconds_median": statistics.median(line["seconds"] for line in alike),
+                "steps_s_median": statistics.median(line["curve"][-1][1] for line in alike),
+                "whole_s_median": statistics.median(line["seconds"] for line in alike),
                 "tokens_mean": statistics.mean(line["tokens"] for line in alike),
             }
         )
@@ -63,6 +64,8 @@ def figures(lines: Lines) -> dict[str, float]:
         found["lag4_loss_bound95"] = min(bounds)
     if uncorrected := losses(lines, 16, "none"):
         found["lag16_uncorrected_reward_gap"] = statistics.mean(uncorrected)
+    if (high := bound(losses(lines, 0, "none", teacher=True), 1, T95)) is not None:
+        found["distillation_gain_bound95"] = -high
     return found
 
 
@@ -72,10 +75,12 @@ def cells_of(lines: Lines, lag: int, way: str, teacher: bool = False) -> list[di
     return sorted(alike, key=lambda line: int(line["seed"]))
 
 
-def losses(lines: Lines, lag: int, way: str) -> list[float]:
-    """Of each seed, what is lost in accuracy (the mean reward of held-out tasks) against its run with lag 0."""
+def losses(lines: Lines, lag: int, way: str, teacher: bool = False) -> list[float]:
+    """Of each seed, what is lost in accuracy (the mean reward of held-out tasks) against its run with lag 0 and
+    without a teacher."""
     fresh = {line["seed"]: line["accuracy"] for line in cells_of(lines, 0, "none")}
-    return [fresh[line["seed"]] - line["accuracy"] for line in cells_of(lines, lag, way) if line["seed"] in fresh]
+    alike = cells_of(lines, lag, way, teacher)
+    return [fresh[line["seed"]] - line["accuracy"] for line in alike if line["seed"] in fresh]
 
 
 def bound(lost: list[float], side: int, quantiles: Mapping[int, float]) -> float | None:

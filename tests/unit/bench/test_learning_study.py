@@ -59,8 +59,8 @@ def test_what_follows_the_one_sign_is_the_answer(text: str, stop: str, reward: f
     assert chains.score(Task(id="t", prompt="?", answer="6"), attempt(text, stop)) == reward
 
 
-def line(lag: int, way: str, seed: int, accuracy: float, commit: str = "c0ffee") -> dict:
-    cell = study.Cell(lag, way, seed)
+def line(lag: int, way: str, seed: int, accuracy: float, commit: str = "c0ffee", *, teacher: bool = False) -> dict:
+    cell = study.Cell(lag, way, seed, teacher)
     curve = [[step, 2.0 * step, accuracy, lag, 0.0, 1.0, 1.0] for step in range(1, 5)]
     told = {"accuracy": accuracy, "accuracy_before": 0.1, "seconds": 9.0 + seed, "tokens": 100, "curve": curve}
     return cell._asdict() | {"name": cell.name} | told | {"hardware": {"gpu": "one"}, "commit": commit}
@@ -84,6 +84,14 @@ def test_what_staleness_costs_is_bounded_over_seeds() -> None:
     # Of two corrections the better one is taken, which is to cost something.
     lines += [line(4, "decoupled", seed, 0.1) for seed in range(5)]
     assert report.figures(by_name(lines)) == {"lag4_loss_bound95": report.bound(lost, 1, report.T975)}
+
+
+def test_what_a_teacher_gains_is_bounded_from_below() -> None:
+    lines = [line(0, "none", seed, 0.6) for seed in range(5)]
+    lines += [line(0, "none", seed, 0.7 + 0.01 * seed, teacher=True) for seed in range(5)]
+    gain = 0.12 - 2.132 * 0.0158114 / 5**0.5
+    assert report.figures(by_name(lines)) == pytest.approx({"distillation_gain_bound95": gain}, abs=1e-6)
+    assert [row["lost_mean"] for row in report.of(by_name(lines))["rows"]] == [None, pytest.approx(-0.12)]
 
 
 def test_a_report_has_a_row_a_curve_and_figures(tmp_path: Path) -> None:
