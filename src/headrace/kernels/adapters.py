@@ -26,7 +26,7 @@ def keep_own(columns: Tensor, numbers: Tensor, scales: Tensor, rank: int) -> Ten
     tokens, width = columns.shape
     adapters = len(scales) - 1
     if tokens:
-        _keep_own[(tokens, triton.cdiv(width, BLOCK))](
+        _keep_own[(tokens, launch.blocks(width, BLOCK))](
             columns, numbers, scales, width, adapters, rank,
             BLOCK=BLOCK, EARLY=launch.early(), launch_pdl=launch.early(), num_warps=4,
         )  # fmt: skip

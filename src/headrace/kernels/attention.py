@@ -195,7 +195,7 @@ def attend(
         partial if partial is not None else out_thd, statistics if statistics is not None else out_thd,
         q_thd.stride(0), out_thd.stride(0), cache.row, cache.head, table.stride(0),
         math.log2(math.e) / math.sqrt(dim),
-        GROUPS=groups, Q=heads // groups, D=dim, D_PAD=max(16, triton.next_power_of_2(dim)), PAGE=cache.page,
+        GROUPS=groups, Q=heads // groups, D=dim, D_PAD=max(16, launch.power_of_two(dim)), PAGE=cache.page,
         ROWS=tile.rows, KEYS=tile.keys, ITEM=ITEM, EARLY=launch.early(),
         launch_pdl=launch.early(), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
@@ -207,7 +207,7 @@ def merge(merges: Tensor, partial: Tensor, statistics: Tensor, out_thd: Tensor) 
     if len(merges):
         _merge[(heads, len(merges))](
             merges, partial, statistics, out_thd, out_thd.stride(0), heads,
-            D=dim, D_PAD=triton.next_power_of_2(dim), MERGE=MERGE, EARLY=launch.early(),
+            D=dim, D_PAD=launch.power_of_two(dim), MERGE=MERGE, EARLY=launch.early(),
             launch_pdl=launch.early(), num_warps=1,
         )  # fmt: skip
 

@@ -58,7 +58,7 @@ def attend_single(
     """As `attention.attend`, for items of one query each, made for tiles of `tile_keys(cache.page)`."""
     _, heads, dim = q_thd.shape
     groups, keys = cache.keys.shape[0], tile_keys(cache.page)
-    dim_pad = max(16, triton.next_power_of_2(dim))
+    dim_pad = max(16, launch.power_of_two(dim))
     rows = cache.keys.view(-1, dim), cache.values.view(-1, dim)
     # The device widens float8 to float16; to bfloat16 would take several instructions for each number.
     widened = cache.keys.element_size() == 1 or q_thd.dtype == torch.float16
@@ -68,7 +68,7 @@ def attend_single(
         table, items, out_thd,
         partial if partial is not None else out_thd, statistics if statistics is not None else out_thd,
         q_thd.stride(0), out_thd.stride(0), cache.head // dim, table.stride(0), math.log2(math.e) / math.sqrt(dim),
-        GROUPS=groups, Q=heads // groups, Q_PAD=max(LEAST_QUERIES, triton.next_power_of_2(heads // groups)),
+        GROUPS=groups, Q=heads // groups, Q_PAD=max(LEAST_QUERIES, launch.power_of_two(heads // groups)),
         D=dim, D_PAD=dim_pad, PAGE=cache.page, KEYS=keys, END=END,
         DTYPE=tl.float16 if widened else tl.bfloat16, ITEM=ITEM, EARLY=launch.early(),
         launch_pdl=launch.early(), num_warps=WARPS, num_stages=STAGES,

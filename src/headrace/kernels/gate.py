@@ -26,7 +26,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     gate_rows, up_rows = as_rows(gate), as_rows(up)
     count, width = gate_rows.shape
     out = torch.empty((count, width), dtype=gate.dtype, device=gate.device)
-    grid = (count, triton.cdiv(width, BLOCK))
+    grid = (count, launch.blocks(width, BLOCK))
     strides = gate_rows.stride(0), up_rows.stride(0)
     options = {"EARLY": launch.early(), "launch_pdl": launch.early(), "num_warps": 4}
     _gate[grid](gate_rows, up_rows, out, width, *strides, BLOCK=BLOCK, **options)

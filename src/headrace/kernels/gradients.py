@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
 from headrace.kernels.norm import as_rows
 from headrace.kernels.rotate import Turn
 
@@ -34,9 +35,9 @@ def norm_gradient(
     """(gradient of x, parts of the weight's), of `norm.rms_norm`; `grad_x` is what x has besides."""
     count, width = x.shape
     out = torch.empty_like(x)
-    block = triton.next_power_of_2(width)
+    block = launch.power_of_two(width)
     rows = max(TILE // block, 1)
-    tiles = triton.cdiv(count, rows)
+    tiles = launch.blocks(count, rows)
     programs = min(tiles, PROGRAMS)
     parts = torch.empty(programs, width, dtype=torch.float32, device=x.device)
     _norm_gradient[(programs,)](
@@ -89,9 +90,9 @@ def rotate_gradient(
     cos, sin, q_norm, k_norm, eps = rotation
     tokens, heads, dim = q_thd.shape
     groups = k_tgd.shape[1]
-    half = triton.next_power_of_2(dim // 2)
+    half = launch.power_of_two(dim // 2)
     rows = max(TILE // (2 * half), 1)
-    q_blocks, k_blocks = triton.cdiv(tokens * heads, rows), triton.cdiv(tokens * groups, rows)
+    q_blocks, k_blocks = launch.blocks(tokens * heads, rows), launch.blocks(tokens * groups, rows)
     # A program of queries has about as many blocks as one of keys.
     share = PROGRAMS * heads // (heads + groups)
     q_programs, k_programs = min(q_blocks, share), min(k_blocks, PROGRAMS - share)
@@ -169,7 +170,7 @@ def _turn_back(
 def add_parts(parts: Tensor, total: Tensor) -> None:
     """Add the sum of the rows to `total`; float32, contiguous."""
     count, width = parts.shape
-    _add_parts[(triton.cdiv(width, COLUMNS),)](parts, total, count, width, ROWS=256, COLUMNS=COLUMNS, num_warps=8)
+    _add_parts[(launch.blocks(width, COLUMNS),)](parts, total, count, width, ROWS=256, COLUMNS=COLUMNS, num_warps=8)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -189,7 +190,7 @@ def gate_gradient(gate: Tensor, up: Tensor, grad: Tensor, out: tuple[Tensor, ...
     rows = as_rows(gate), as_rows(up), as_rows(grad), *out
     count, width = rows[0].shape
     strides = (one.stride(0) for one in rows)
-    _gate_gradient[(count, triton.cdiv(width, BLOCK))](*rows, width, *strides, BLOCK=BLOCK, num_warps=4)
+    _gate_gradient[(count, launch.blocks(width, BLOCK))](*rows, width, *strides, BLOCK=BLOCK, num_warps=4)
 
 
 @triton.jit

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
+
 BLOCK = 4096
 """Columns that a program reads at a time."""
 LOWEST: tl.constexpr = tl.constexpr(-1e30)
@@ -25,7 +27,7 @@ def target_logprobs(logits_tv: Tensor, targets_t: Tensor, temperature_t: Tensor)
     """(log-probs, entropies, logs of sums), each (T,) float32, of softmax(logits / temperature)."""
     rows, width = logits_tv.shape
     logprobs, entropy, total = (torch.empty(rows, dtype=torch.float32, device=logits_tv.device) for _ in range(3))
-    block = min(BLOCK, triton.next_power_of_2(width))
+    block = min(BLOCK, launch.power_of_two(width))
     _forward[(rows,)](
         logits_tv, targets_t, temperature_t, logprobs, entropy, total, width, logits_tv.stride(0),
         BLOCK=block, num_warps=8,
@@ -75,8 +77,8 @@ def logits_gradient(
     """(T, V) in `dtype`."""
     rows, width = logits_tv.shape
     out = torch.empty(rows, width, dtype=dtype, device=logits_tv.device)
-    block = min(BLOCK, triton.next_power_of_2(width))
-    _backward[(rows, triton.cdiv(width, block))](
+    block = min(BLOCK, launch.power_of_two(width))
+    _backward[(rows, launch.blocks(width, block))](
         logits_tv, targets_t, temperature_t, entropy_t, total_t, grad_logprobs_t, grad_entropy_t, out,
         width, logits_tv.stride(0), BLOCK=block, num_warps=8,
     )  # fmt: skip

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
+
 BLOCK = 256
 
 
@@ -31,5 +33,5 @@ def prepare(
 ) -> None:
     """out[t] = given[t], or last_token[slots[t]] where that is negative; table.flat[places[u]] = pages[u] where the
     place is not negative. All int32."""
-    grid = (max(1, triton.cdiv(max(len(given), len(places)), BLOCK)),)
+    grid = (max(1, launch.blocks(max(len(given), len(places)), BLOCK)),)
     _prepare[grid](given, slots, last_token, out, len(given), places, pages, table, len(places), BLOCK=BLOCK)

@@ -1,7 +1,8 @@
-"""Programmatic dependent launch: a kernel's blocks are set up while the one before it still ends.
+"""What launches have in common: sizes of their grids, and programmatic dependent launch.
 
-A kernel launched so must call `wait` in every block before it returns, and before it touches memory that the kernel
-before it writes, or that may be written by one before that: only then has all that came before it ended.
+The latter sets a kernel's blocks up while the one before it still ends. A kernel launched so must call `wait` in
+every block before it returns, and before it touches memory that the kernel before it writes, or that may be written
+by one before that: only then has all that came before it ended.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,6 +15,16 @@ import os
 import torch
 import triton
 import triton.language as tl
+
+
+def blocks(size: int, block: int) -> int:
+    """So many hold it. `triton.cdiv` takes several microseconds, at every launch."""
+    return -(-size // block)
+
+
+def power_of_two(size: int) -> int:
+    """The least that is no less."""
+    return 1 << max(size - 1, 0).bit_length()
 
 
 def early() -> bool:

@@ -28,6 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
+
 BLOCK = 4096
 SAME_ARITHMETIC = {"num_warps": 8, "enable_fp_fusion": False}
 """How `pick` and `score` are compiled, so that the code they share gives the same bits in both."""
@@ -47,7 +49,7 @@ def block_stats(
     -inf and 0 where nothing is kept; +inf and NaN where a kept one is NaN or +inf.
     """
     rows, vocab = logits_bv.shape
-    blocks = triton.cdiv(vocab, block)
+    blocks = launch.blocks(vocab, block)
     out = out or (new_rows(logits_bv, torch.float32, blocks), new_rows(logits_bv, torch.float32, blocks))
     _block_stats[(rows, blocks)](
         logits_bv, logits_bv.stride(0), temperature, bound, tie_last, *out, VOCAB=vocab, BLOCK=block, num_warps=4
@@ -77,7 +79,7 @@ def pick(
     blocks = block_max.shape[1]
     out = out or (new_rows(logits_bv, torch.int32), new_rows(logits_bv, torch.float32))
     known = logits_bv, logits_bv.stride(0), temperature, bound, tie_last, block_max, block_sum, blocks
-    sizes = {"VOCAB": vocab, "BLOCK": block, "BLOCKS": triton.next_power_of_2(blocks)}
+    sizes = {"VOCAB": vocab, "BLOCK": block, "BLOCKS": launch.power_of_two(blocks)}
     _pick[(rows,)](*known, uniform, slots, last_token, *out, **sizes, **SAME_ARITHMETIC)
     return out
 
@@ -95,7 +97,7 @@ def score(
     rows, blocks = block_max.shape
     logprobs = new_rows(logits_bv, torch.float32)
     known = logits_bv, logits_bv.stride(0), temperature, bound, tie_last, block_max, block_sum, blocks
-    _score[(rows,)](*known, targets, logprobs, BLOCKS=triton.next_power_of_2(blocks), **SAME_ARITHMETIC)
+    _score[(rows,)](*known, targets, logprobs, BLOCKS=launch.power_of_two(blocks), **SAME_ARITHMETIC)
     return logprobs
 
 

@@ -19,6 +19,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from headrace.kernels import launch
+
 GROUP = 8
 """Tiles of rows that share a tile of the weight while it is in the cache."""
 
@@ -56,7 +58,7 @@ def linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Ten
         return out_mn
     size = tile(rows, columns) if x_mk.dtype.itemsize == 2 else FLOAT32
     described = depth > 0 and _describable(x_mk) and _describable(weight_nk)
-    _linear[(triton.cdiv(rows, size.rows) * triton.cdiv(columns, size.columns),)](
+    _linear[(launch.blocks(rows, size.rows) * launch.blocks(columns, size.columns),)](
         TensorDescriptor.from_tensor(x_mk, [size.rows, size.depth]) if described else x_mk,
         TensorDescriptor.from_tensor(weight_nk, [size.columns, size.depth]) if described else weight_nk,
         bias_n, out_mn, rows, columns, depth, x_mk.stride(0), weight_nk.stride(0),

@@ -59,9 +59,9 @@ def _launch(
     parts: int = 1,
 ) -> None:
     count, width = normed.shape
-    block = triton.next_power_of_2(width)
+    block = launch.power_of_two(width)
     rows = max(LEAST_TILE // block, 1)
-    _norm[(triton.cdiv(count, rows),)](
+    _norm[(launch.blocks(count, rows),)](
         x,
         residual,
         weight,

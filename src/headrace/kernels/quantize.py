@@ -38,9 +38,9 @@ def quantize_rows(x: Tensor, values: Tensor | None = None, scales: Tensor | None
         scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
     if not (values.is_contiguous() and scales.is_contiguous() and values.shape == x.shape):
         raise ValueError(f"values and scales must be contiguous, values of shape {tuple(x.shape)}")
-    block = triton.next_power_of_2(width)
+    block = launch.power_of_two(width)
     rows = max(LEAST_TILE // block, 1)
-    _quantize[(triton.cdiv(count, rows),)](
+    _quantize[(launch.blocks(count, rows),)](
         x,
         values,
         scales,

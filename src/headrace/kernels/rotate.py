@@ -82,9 +82,9 @@ def _launch(
     groups = k.shape[1]
     if not (cos.is_contiguous() and sin.is_contiguous()):
         raise ValueError("cos and sin must be contiguous")
-    half = triton.next_power_of_2(dim // 2)
+    half = launch.power_of_two(dim // 2)
     block = max(TILE // (2 * half), 1)
-    q_blocks, k_blocks = triton.cdiv(heads, block), triton.cdiv(groups, block)
+    q_blocks, k_blocks = launch.blocks(heads, block), launch.blocks(groups, block)
     _rotate[(tokens, q_blocks + k_blocks * (1 if v is None else 2))](
         _heads_together(q),
         _heads_together(k),

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
+
 BLOCK = 1024
 
 
@@ -25,7 +27,7 @@ def sum_rows(values: Tensor, starts: Tensor, places: Tensor, out: Tensor) -> Non
     Both contiguous, with the same elements in a row."""
     width = out[0].numel() if len(out) else 0
     if width:
-        _sum_rows[(len(out), triton.cdiv(width, BLOCK))](
+        _sum_rows[(len(out), launch.blocks(width, BLOCK))](
             values, starts, places, out, len(starts) - 1, WIDTH=width, BLOCK=BLOCK, num_warps=4
         )
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
+from headrace.kernels import launch
 from headrace.kernels.logits import BLOCK, block_stats, pick
 from headrace.kernels.truncation import Supports, support_ids, thresholds
 
@@ -55,14 +55,14 @@ class Sampler:
         def buffer(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.zeros(rows, *shape, dtype=dtype, device=device)
 
-        blocks = triton.cdiv(vocab, block)
+        blocks = launch.blocks(vocab, block)
         self._block = block
         self._no_bounds = buffer(torch.float32).fill_(-torch.inf), buffer(torch.int32).fill_(-1)
         self._bounds = buffer(torch.float32), buffer(torch.int32)
         self._stats = buffer(torch.float32, blocks), buffer(torch.float32, blocks)
         self._picked = buffer(torch.int32), buffer(torch.float32)
         self._supports = Supports(
-            buffer(torch.int32, capacity), buffer(torch.int32), buffer(torch.int32, triton.cdiv(vocab, 32))
+            buffer(torch.int32, capacity), buffer(torch.int32), buffer(torch.int32, launch.blocks(vocab, 32))
         )
 
     def sample(self, logits_bv: Tensor, inputs: SamplerInputs, truncating: bool) -> SamplerOutputs:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from headrace.kernels import launch
 from headrace.kernels.logits import BLOCK, divisor_of, is_kept, nan_as_inf, new_rows, read_row, scaled
 
 SCAN_WARPS = 16
@@ -68,7 +69,7 @@ def support_ids(
 ) -> Supports:
     """The support of each row that truncates; only the count is written for the others."""
     rows, vocab = logits_bv.shape
-    words = triton.cdiv(vocab, 32)
+    words = launch.blocks(vocab, 32)
     out = out or Supports(*(new_rows(logits_bv, torch.int32, *shape) for shape in ((capacity,), (), (words,))))
     known = logits_bv, logits_bv.stride(0), temperature, bound, tie_last
     _support_ids[(rows,)](*known, *out, capacity, words, VOCAB=vocab, BLOCK=block, num_warps=SCAN_WARPS)

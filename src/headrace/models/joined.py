@@ -35,27 +35,29 @@ def joined_names(config: ModelConfig) -> list[tuple[str, ...]]:
 
 def side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
     """One view over tensors that follow one another in one block of memory, or None where they do not."""
-    first = tensors[0]
-    block, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    first, last = tensors[0], tensors[-1]
+    end, rows, kind = first.data_ptr(), 0, (first.dtype, first.shape[1:])
     for tensor in tensors:
-        same_block = tensor.untyped_storage().data_ptr() == block and tensor.data_ptr() == end
-        same_kind = tensor.dtype == first.dtype and tensor.shape[1:] == first.shape[1:]
-        if not (same_block and same_kind and tensor.is_contiguous()):
+        if tensor.data_ptr() != end or (tensor.dtype, tensor.shape[1:]) != kind or not tensor.is_contiguous():
             return None
         end += tensor.nbytes
-    rows = sum(tensor.shape[0] for tensor in tensors)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+        rows += tensor.shape[0]
+    return first.as_strided((rows, *kind[1]), first.stride()) if _in_one_block(first, last) else None
 
 
 def abreast(matrices: Sequence[Tensor]) -> Tensor | None:
     """One view over matrices whose columns follow one another in the rows of one, or None where they do not."""
-    first = matrices[0]
-    block, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    first, last = matrices[0], matrices[-1]
+    count, strides = first.shape[0], (first.stride(0), 1)
+    end, columns, kind = first.data_ptr(), 0, (first.dtype, count)
     for matrix in matrices:
-        same_block = matrix.untyped_storage().data_ptr() == block and matrix.data_ptr() == end
-        same_kind = matrix.dtype == first.dtype and len(matrix) == len(first)
-        if not (same_block and same_kind and matrix.stride() == (first.stride(0), 1)):
+        if matrix.data_ptr() != end or (matrix.dtype, matrix.shape[0]) != kind or matrix.stride() != strides:
             return None
         end += matrix.shape[1] * matrix.itemsize
-    columns = sum(matrix.shape[1] for matrix in matrices)
-    return first.as_strided((len(first), columns), first.stride())
+        columns += matrix.shape[1]
+    return first.as_strided((count, columns), strides) if _in_one_block(first, last) else None
+
+
+def _in_one_block(first: Tensor, last: Tensor) -> bool:
+    """And so are all whose memory is between theirs."""
+    return first.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()

@@ -145,7 +145,7 @@ class _Linears(torch.autograd.Function):
         together = side_by_side(weights) if len(weights) > 1 else None
         if together is None:
             return tuple(F.linear(x_td, weight) for weight in weights)
-        return F.linear(x_td, together).split([len(weight) for weight in weights], 1)
+        return F.linear(x_td, together).split([weight.shape[0] for weight in weights], 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
