@@ -33,6 +33,8 @@ class GroupsParts:
     buffer: Buffer
     journal: Journal
     telemetry: Telemetry
+    vocabulary: int | None = None
+    """As the trainer's model has it."""
 
 
 class Groups:
@@ -126,7 +128,7 @@ class Groups:
         if episode.failure is None:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")
-            elif why := flaw(episode, newest=self._newest()):
+            elif why := flaw(episode, newest=self._newest(), vocabulary=parts.vocabulary):
                 episode = episode.with_(failure="bad_turn", detail=why)
             else:
                 episode = await self._score(group, episode)

@@ -108,6 +108,8 @@ class Parts:
     telemetry: Telemetry
     vault: Vault
     tasks: TaskOrder
+    vocabulary: int | None = None
+    """Tokens that the trainer's model knows. None: nobody has said."""
     evaluator: Engine | None = None
     """Serves the version under evaluation, and nothing else."""
     eval_tasks: Sequence[Task] = ()
@@ -170,6 +172,7 @@ class Pipeline:
                 buffer=parts.buffer,
                 journal=parts.journal,
                 telemetry=parts.telemetry,
+                vocabulary=parts.vocabulary,
             ),
             newest=lambda: progress.version,
         )

@@ -113,10 +113,6 @@ class Support(Record):
     ids: np.ndarray
     offsets: np.ndarray
 
-    def __post_init__(self) -> None:
-        if self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or (np.diff(self.offsets) < 0).any():
-            raise RecordError("support offsets rise from 0 to the number of ids", self.offsets.tolist())
-
     def row(self, t: int) -> np.ndarray:
         return self.ids[self.offsets[t] : self.offsets[t + 1]]
 
@@ -133,10 +129,6 @@ class Routes(Record):
 
     experts: np.ndarray
     gates: np.ndarray
-
-    def __post_init__(self) -> None:
-        if self.experts.shape != self.gates.shape or self.experts.ndim != 3:
-            raise RecordError("routes are two (tokens, layers, k) arrays", (self.experts.shape, self.gates.shape))
 
 
 class KvEvent(Record):
@@ -181,15 +173,28 @@ class Turn(Record):
     engine: str = ""
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        n = len(self.tokens)
-        columns: dict[str, int] = {"logprobs": len(self.logprobs), "versions": len(self.versions)}
+    def fault(self) -> tuple[str, Any] | None:
+        """(rule, value) of columns that do not fit together, None if all do.
+
+        A record can hold such: what an engine got wrong costs its episode, not the connection it came by.
+        """
+        shapes = {"logprobs": self.logprobs.shape, "versions": self.versions.shape}
         if self.support is not None:
-            columns["support"] = len(self.support.offsets) - 1
+            ids, offsets = self.support.ids, self.support.offsets
+            rises = ids.ndim == offsets.ndim == 1 and len(offsets) and offsets[0] == 0 and offsets[-1] == len(ids)
+            if not rises or (np.diff(offsets) < 0).any():
+                return "support offsets rise from 0 to the number of ids", offsets.tolist()
+            shapes["support"] = (len(offsets) - 1,)
         if self.routes is not None:
-            columns["routes"] = len(self.routes.experts)
-        if any(length != n for length in columns.values()):
-            raise RecordError(f"a turn's columns have one entry per sampled token, here {n}", columns)
+            experts, gates = self.routes.experts, self.routes.gates
+            if experts.ndim != 3 or experts.shape != gates.shape:
+                return "routes are two (tokens, layers, k) arrays", (experts.shape, gates.shape)
+            shapes["routes"] = experts.shape[:1]
+        if self.tokens.ndim != 1 or any(shape != self.tokens.shape for shape in shapes.values()):
+            return f"a turn's columns have one entry per sampled token, here {self.tokens.shape}", shapes
+        if self.context.ndim != 1:
+            return "a turn's context is one row of tokens", self.context.shape
+        return None
 
 
 # ── Episode ──────────────────────────────────────────────────────────────────────────────────────────────

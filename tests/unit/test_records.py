@@ -165,15 +165,38 @@ def test_a_kind_nobody_registered_does_not_travel():
         encode(Sampling())
 
 
-def test_columns_of_different_length_are_refused():
-    with pytest.raises(RecordError, match=r"one entry per sampled token, here 2.*'logprobs': 3"):
-        Turn(
-            tokens=np.zeros(2, np.int32),
-            logprobs=np.zeros(3, np.float32),
-            versions=np.zeros(2, np.int32),
-            context=np.zeros(1, np.int32),
-            stop="stop",
-        )
+def _turn(**columns) -> Turn:
+    usual = {
+        "tokens": np.zeros(2, np.int32),
+        "logprobs": np.zeros(2, np.float32),
+        "versions": np.zeros(2, np.int32),
+        "context": np.zeros(1, np.int32),
+    }
+    return Turn(**(usual | columns), stop="stop")
+
+
+@pytest.mark.parametrize(
+    ("columns", "rule"),
+    [
+        ({"logprobs": np.zeros(3, np.float32)}, "a turn's columns have one entry per sampled token, here (2,)"),
+        (
+            {"logprobs": np.zeros((2, 1), np.float32)},
+            "a turn's columns have one entry per sampled token, here (2,)",
+        ),
+        ({"versions": np.zeros(1, np.int32)}, "a turn's columns have one entry per sampled token, here (2,)"),
+        ({"support": Support.from_rows([np.zeros(1)])}, "a turn's columns have one entry per sampled token"),
+        ({"support": Support(np.zeros(3, np.int32), np.array([0, 4, 3]))}, "support offsets rise from 0"),
+        ({"support": Support(np.zeros(3, np.int32), np.array([], np.int64))}, "support offsets rise from 0"),
+        ({"routes": Routes(np.zeros((2, 3, 1)), np.zeros((2, 3, 2)))}, "routes are two (tokens, layers, k) arrays"),
+        ({"context": np.zeros((1, 1), np.int32)}, "a turn's context is one row of tokens"),
+    ],
+)
+def test_columns_that_do_not_fit_together_travel_and_are_named(columns, rule):
+    turn = _turn(**columns)
+    fault = decode(encode(Episode(id="e", task=Task(id="t", prompt=""), turns=(turn,)))).turns[0].fault()
+    assert fault is not None
+    assert fault[0].startswith(rule)
+    assert _turn().fault() is None
 
 
 def test_a_batch_has_one_advantage_per_episode():

@@ -53,14 +53,15 @@ class KeptVersions:
     def _load_base(self) -> CausalLM:
         import torch
 
-        from headrace.models import load_model
+        from headrace.models import dtype_on, load_model
 
         exact = self._engine.numerics == "exact"
         had_cuda = exact and self._engine.device != "cpu" and torch.cuda.is_available()
+        device = "cuda" if had_cuda else "cpu"
         return load_model(
             self._model_folder,
-            dtype=getattr(torch, self._engine.dtype),
-            device="cuda" if had_cuda else "cpu",
+            dtype=dtype_on(device, self._engine.dtype),
+            device=device,
             ops=replay_ops(self._engine),
         )
 

@@ -22,7 +22,7 @@ def command(file: Path, sets: list[str], folder: Path | None, *, resume: bool, o
     with only_json(json):
         config = load_config(file, sets)
         run = RunFolder(folder or Path("runs") / (config.name or file.stem))
-        prepare(run, config, resume=resume, overwrite=overwrite)
+        config = prepare(run, config, resume=resume, overwrite=overwrite)
         try:
             from headrace.orchestration.local import run as execute
 

@@ -15,8 +15,8 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs. `auto` takes CUDA when there is one."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of its weights and KV cache."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of its weights and KV cache. `auto`: bfloat16 on a GPU that computes in it, float32 elsewhere."""
     kv_dtype: Literal["same", "fp8"] = "same"
     """`fp8`: keys and values are kept in 8 bits (E4M3, no scales), so that the cache holds twice the tokens of
     bfloat16. On CUDA for cards of compute capability 8.9 or above; on the CPU emulated."""

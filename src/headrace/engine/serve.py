@@ -58,7 +58,7 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     import torch
 
     from headrace.engine.native import core
-    from headrace.models import load_model
+    from headrace.models import dtype_on, load_model
     from headrace.sync import open_receiver
     from headrace.tokenizer import Tokenizer
 
@@ -66,7 +66,7 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     torch.set_num_threads(options["threads"])
     device = _device(config.device)
     tokenizer = Tokenizer(options["model"])
-    model = load_model(options["model"], dtype=getattr(torch, config.dtype), device=device)
+    model = load_model(options["model"], dtype=dtype_on(device, config.dtype), device=device)
     engine = core.NativeEngine(
         model,
         config,

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         masked_attention,
     )
     from headrace.models.config import ModelConfig
-    from headrace.models.device import upload
+    from headrace.models.device import dtype_on, upload
     from headrace.models.divergence import Said, divergences
     from headrace.models.exact import ExactOps
     from headrace.models.exact_paged import InvariantContext
@@ -68,6 +68,7 @@ _HOME = {
     "causal_attention": "attention",
     "group_by_length": "attention",
     "masked_attention": "attention",
+    "dtype_on": "device",
     "upload": "device",
     "Said": "divergence",
     "divergences": "divergence",
@@ -131,6 +132,7 @@ __all__ = [
     "causal_attention",
     "check_folder",
     "divergences",
+    "dtype_on",
     "group_by_length",
     "has_kernel",
     "join",

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
+
+import msgspec
 
 from headrace.config.base import Config
 from headrace.config.dump import dump_config
 from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, RunFolderError
+from headrace.orchestration.gpu import has_bfloat16_gpu
 from headrace.telemetry.folder import RunFolder
 
 MAY_CHANGE = ("training.steps", "evaluation", "limits", "recording", "name")
 """What a resumed run may set differently; everything else it keeps."""
 
 
-def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> None:
-    """The run's folder, held by this process, with the resolved configuration in it."""
+def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> RunConfig:
+    """The run's folder, held by this process, with the resolved configuration in it, which is returned."""
     if resume:
         if not run.exists():
             raise RunFolderError(
@@ -30,11 +33,31 @@ def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool)
                 str(run.ledger),
                 "restore the file, or begin a new run",
             )
-        refuse_other_run(read_config(run.config), config)
+        stored = read_config(run.config)
+        config = resolved(config, stored)
+        refuse_other_run(stored, config)
     else:
+        config = resolved(config)
         run.make(overwrite=overwrite)
     run.hold()
     run.config.write_text(dump_config(config), encoding="utf-8")
+    return config
+
+
+def resolved(config: RunConfig, stored: RunConfig | None = None) -> RunConfig:
+    """With the dtypes that are left to the machine: those of the run that is resumed, or what suits the devices."""
+    engine, training = config.engine, config.training
+    if engine.dtype == "auto":
+        found = _dtype_on(engine.device) if stored is None else stored.engine.dtype
+        engine = msgspec.structs.replace(engine, dtype=found)
+    if training.dtype == "auto":
+        found = _dtype_on(training.device) if stored is None else stored.training.dtype
+        training = msgspec.structs.replace(training, dtype=found)
+    return msgspec.structs.replace(config, engine=engine, training=training)
+
+
+def _dtype_on(device: str) -> Literal["float32", "bfloat16"]:
+    return "bfloat16" if device != "cpu" and has_bfloat16_gpu() else "float32"
 
 
 def refuse_other_run(stored: RunConfig, given: RunConfig) -> None:

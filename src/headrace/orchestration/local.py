@@ -81,7 +81,7 @@ def train(
         config = _replace(config, "scorer", _reference(scorer))
     check_config(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
-    prepare(place, config, resume=resume, overwrite=False)
+    config = prepare(place, config, resume=resume, overwrite=False)
     try:
         return run(config, place.path, resume=resume, progress=progress)
     finally:
@@ -89,7 +89,7 @@ def train(
 
 
 def run(config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dict[str, Any]:
-    """Execute a checked configuration in a folder this process holds. Blocks until the run has ended.
+    """Execute a checked and resolved configuration in a folder this process holds. Blocks until the run has ended.
 
     Where an event loop runs already, as in a notebook, the run gets a thread of its own.
     """
@@ -212,6 +212,7 @@ class _Run:
             telemetry=telemetry,
             vault=vault,
             tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
+            vocabulary=trainer.vocabulary,
             evaluator=engines[-1] if evaluates else None,
             eval_tasks=eval_tasks,
             deaths=[trainer.peer.died, environments.failed, scorers.failed],
@@ -261,7 +262,8 @@ class _Run:
         limits = config.limits
         trainer = RemoteTrainer(peer, step_s=limits.step_s, stage_s=config.sync.deadline_s, close_s=limits.close_s)
         closing.push_async_callback(trainer.close)
-        await ready(peer, TrainerReady, config.limits.start_s, self._say)
+        said = await ready(peer, TrainerReady, config.limits.start_s, self._say)
+        trainer.vocabulary = said.vocabulary
         return trainer
 
     async def _engine(self, name: str, closing: AsyncExitStack) -> RemoteEngine:

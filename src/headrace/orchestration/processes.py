@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from headrace import records
 from headrace.errors import DeadlineExceeded
@@ -87,13 +87,16 @@ async def spawn(
     return peer
 
 
-async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], None] | None = None) -> None:
-    """Wait until the child says that it has loaded; now and then `say` what it is doing, by its log."""
-    said: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+Ready = TypeVar("Ready")
+
+
+async def ready(peer: Peer, kind: type[Ready], seconds: float, say: Callable[[str], None] | None = None) -> Ready:
+    """What the child says once it has loaded; now and then `say` what it is doing, by its log."""
+    said: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
 
     def hear(record: Any) -> None:
         if isinstance(record, kind) and not said.done():
-            said.set_result(None)
+            said.set_result(record)
 
     peer.on_message = hear
     either: set[asyncio.Future[Any]] = {said, peer.died}
@@ -104,3 +107,4 @@ async def ready(peer: Peer, kind: type, seconds: float, say: Callable[[str], Non
         raise DeadlineExceeded("the controller", f"{peer.name} to start", seconds, look_at)
     if said not in done:
         raise peer.died.result()
+    return said.result()

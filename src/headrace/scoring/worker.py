@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import math
 import socket
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +19,9 @@ from headrace.scoring.base import Attempt, AttemptTurn, Score
 from headrace.scoring.config import ScorerConfig
 from headrace.tokenizer import Tokenizer
 from headrace.workers import AskController, Pool, call_user, serve
+
+MOST = 1e12
+"""Of a reward, either way: what is beyond cannot be told apart from a mistake, and its advantages overflow."""
 
 
 class ScoreTurn(Record):
@@ -63,8 +65,8 @@ class _Scoring:
         assert isinstance(body, ScoreCall)
         result = await call_user(self._score, body.task, self._attempt(body))
         score = result if isinstance(result, Score) else Score(float(result))
-        if not math.isfinite(score.reward):
-            raise EpisodeFailure("bad_reward", f"a reward is a finite number (got {score.reward})")
+        if not abs(score.reward) <= MOST:
+            raise EpisodeFailure("bad_reward", f"a reward is a number of at most ±{MOST:g} (got {score.reward})")
         return ScoreReply(reward=float(score.reward), metrics={k: float(v) for k, v in score.metrics.items()})
 
     def _attempt(self, call: ScoreCall) -> Attempt:

@@ -9,30 +9,62 @@ from headrace.records import Batch, Episode, Turn
 
 ROUNDING = 1e-3
 """That a log-prob may be above 0."""
+LEAST = -1000.0
+"""A log-prob that no sampled token has."""
 
 
-def flaw(episode: Episode, *, newest: int, policy: str = "policy") -> str | None:
-    """Why what was sampled in an episode cannot be trained on, or None. `newest`: the last version there is."""
+def flaw(episode: Episode, *, newest: int, vocabulary: int | None = None, policy: str = "policy") -> str | None:
+    """Why what was sampled in an episode cannot be trained on, or None.
+
+    `newest`: the last version there is. `vocabulary`: every token's id is below it.
+    """
     for index, turn in enumerate(episode.turns):
-        if turn.policy == policy and len(turn.tokens) and (why := _flaw(turn, newest)):
+        # Other policies' turns are context.
+        why = _unreadable(turn, index, vocabulary)
+        if why is None and turn.policy == policy and len(turn.tokens):
+            why = _flaw(turn, newest, vocabulary)
+        if why is not None:
             return f"turn {index} of episode {episode.id!r}, sampled by {turn.engine or 'an engine'}: {why}"
     return None
 
 
-def _flaw(turn: Turn, newest: int) -> str | None:
-    if not np.isfinite(turn.logprobs).all():
+def _unreadable(turn: Turn, index: int, vocabulary: int | None) -> str | None:
+    if fault := turn.fault():
+        return f"{fault[0]} (got {fault[1]})"
+    if turn.parent is None and not len(turn.context):
+        return "it has no context"
+    if turn.parent is not None and not 0 <= turn.parent < index:
+        return f"it continues turn {turn.parent}, which is not before it"
+    return _outside("token", turn.context, vocabulary) or _outside("token", turn.tokens, vocabulary)
+
+
+def _outside(what: str, ids: np.ndarray, vocabulary: int | None) -> str | None:
+    if len(ids) and (ids.min() < 0 or (vocabulary is not None and ids.max() >= vocabulary)):
+        return f"{what} ids {ids.min()} to {ids.max()}, of a vocabulary of {vocabulary or 'some'} tokens"
+    return None
+
+
+def _flaw(turn: Turn, newest: int, vocabulary: int | None) -> str | None:
+    least, most = turn.logprobs.min(), turn.logprobs.max()
+    if not np.isfinite(least + most):
         return "a log-prob is not finite"
-    if turn.logprobs.max() > ROUNDING:
-        return f"a log-prob is {turn.logprobs.max():.3g}, more than log 1"
+    if most > ROUNDING:
+        return f"a log-prob is {most:.3g}, more than log 1"
+    if least < LEAST:
+        return f"a log-prob is {least:.3g}, of a token that is never sampled"
     if turn.versions.max() > newest or turn.versions.min() < 0:
         return f"versions {turn.versions.min()} to {turn.versions.max()}, and the newest is {newest}"
+    if fault := turn.sampling.fault():
+        return f"{fault[0]} (got {fault[1]})"
     if turn.sampling.truncates and turn.support is None:
         return "its sampling truncates, and no support is recorded"
     if turn.support is not None:
+        if why := _outside("support", turn.support.ids, vocabulary):
+            return why
         offsets = turn.support.offsets
         hits = np.flatnonzero(turn.support.ids == np.repeat(turn.tokens, np.diff(offsets)))
-        # A row of nothing stands for everything.
-        within = np.diff(offsets) == 0
+        # A row of nothing stands for everything, which greedy sampling never keeps.
+        within = (np.diff(offsets) == 0) & (turn.sampling.temperature > 0)
         within[np.searchsorted(offsets, hits, side="right") - 1] = True
         if not within.all():
             place = int(np.argmin(within))
@@ -63,6 +95,9 @@ def check_batch(
         for turn in episode.turns
         if turn.policy == policy and len(turn.tokens)
     ]
+    for episode, turn in turns:
+        if fault := turn.fault():
+            raise RecordError(f"{fault[0]}; in episode {episode.id!r} it is not so", fault[1])
     if not turns:
         return
     versions = np.concatenate([turn.versions for _, turn in turns])
@@ -91,6 +126,7 @@ def check_batch(
 def _check_tokens(batch: Batch, vocab_size: int) -> None:
     """Every policy's turns: the others' are context."""
     columns = [(e, column) for e in batch.episodes for turn in e.turns for column in (turn.context, turn.tokens)]
+    columns += [(e, turn.support.ids) for e in batch.episodes for turn in e.turns if turn.support is not None]
     tokens = np.concatenate([column for _, column in columns])
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         bad = next(e for e, column in columns if ((column < 0) | (column >= vocab_size)).any())

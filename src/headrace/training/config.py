@@ -137,9 +137,9 @@ class TrainingConfig(Config):
     backend: Literal["native", "transformers"] = "native"
     """Whose definition of the model is trained. `transformers` takes any causal LM of that library."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of forward and backward; the parameters that the optimizer keeps are float32. With `lora`, also of the
-    frozen weights, which there are once."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Type of forward and backward; `auto` as `engine.dtype`. The parameters that the optimizer keeps are float32.
+    With `lora`, also of the frozen weights, which there are once."""
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""

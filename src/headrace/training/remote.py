@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 @message
 class TrainerReady(Record):
     call: int
+    vocabulary: int
 
 
 @message
@@ -158,7 +159,7 @@ class TrainerServer:
         self._watch = Stopwatch()
         self._publishing = _Publishing(trainer, sender, self._send)
         self._channel = BlockingChannel(sock, divert=self._publishing.take)
-        self._channel.send(TrainerReady(call=0))
+        self._channel.send(TrainerReady(call=0, vocabulary=trainer.vocabulary))
 
     def serve(self) -> None:
         if threading.current_thread() is threading.main_thread():
@@ -268,6 +269,8 @@ class RemoteTrainer:
 
     def __init__(self, peer: Peer, *, step_s: float, stage_s: float, close_s: float):
         self.peer = peer
+        self.vocabulary: int | None = None
+        """Tokens that its model knows, once it has said so."""
         self._step_s = step_s
         self._stage_s = stage_s
         self._close_s = close_s

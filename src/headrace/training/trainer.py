@@ -87,6 +87,11 @@ class LocalTrainer:
         """The adapter whose tensors the weights are; None where they are the model's own."""
         return None if self._config.lora is None else adapter_spec(self._config.lora)
 
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that the model knows."""
+        return self._backend.vocab_size
+
     def train(self, batch: Batch) -> StepReport:
         """The updates that a batch is for; `version` rises by one.
 
@@ -100,7 +105,7 @@ class LocalTrainer:
             batch,
             version=self.version,
             max_staleness=self._max_staleness,
-            vocab_size=self._backend.vocab_size,
+            vocab_size=self.vocabulary,
         )
         if self._teacher is not None:
             self._teacher.advance(self.step, self.version)

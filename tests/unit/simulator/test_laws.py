@@ -19,7 +19,7 @@ from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
 from headrace.errors import HeadraceError, LawBroken
 from headrace.pipeline import Parts
-from headrace.records import Group, Turn
+from headrace.records import Group, Sampling, Support, Turn
 from headrace.rollout.config import PythonTasks
 from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
@@ -240,9 +240,18 @@ def test_turns_that_cannot_be_right_are_dropped_at_the_door_and_counted():
     spoiled = []
 
     def spoil(turn: Turn) -> Turn:
-        if len(spoiled) % 2:
-            return msgspec.structs.replace(turn, versions=turn.versions + 50)
-        return msgspec.structs.replace(turn, logprobs=np.full_like(turn.logprobs, np.nan))
+        others = Support.from_rows([np.array([token + 1]) for token in turn.tokens])
+        ways: list[dict[str, Any]] = [
+            {"versions": turn.versions + 50},
+            {"logprobs": np.full_like(turn.logprobs, np.nan)},
+            {"logprobs": turn.logprobs[:-1]},
+            {"support": others, "sampling": Sampling(top_k=1)},
+            {
+                "support": Support.from_rows([np.array([token, -1]) for token in turn.tokens]),
+                "sampling": Sampling(top_k=1),
+            },
+        ]
+        return msgspec.structs.replace(turn, **ways[len(spoiled) % len(ways)])
 
     def tamper(parts: Parts) -> None:
         dice = random.Random(0)
@@ -269,6 +278,7 @@ def test_turns_that_cannot_be_right_are_dropped_at_the_door_and_counted():
     assert all(event["episode"] in event["detail"] for event in named)
     trained = [turn for batch, _ in outcome.world.batches for e in batch.episodes for turn in e.turns]
     assert trained
+    assert all(turn.fault() is None and turn.support is None for turn in trained)
     assert all(np.isfinite(turn.logprobs).all() and turn.versions.max() < 50 for turn in trained)
 
 

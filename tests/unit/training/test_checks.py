@@ -53,6 +53,16 @@ def test_an_advantage_that_is_not_finite_is_refused_by_the_episodes_name() -> No
         check(turn(ints(1), ints(2), version=5), advantage=float("nan"))
 
 
+def test_a_support_outside_the_vocabulary_is_refused() -> None:
+    with pytest.raises(RecordError, match="vocabulary's size 10"):
+        check(turn(ints(1), ints(2), version=5, support=[[2, 10]]))
+
+
+def test_columns_that_do_not_fit_together_are_refused_by_the_episodes_name() -> None:
+    with pytest.raises(RecordError, match=r"one entry per sampled token, here \(2,\); in episode 'the-one'"):
+        check(turn(ints(1), ints(2, 3), version=5, logprobs=np.array([-0.5])))
+
+
 @pytest.mark.parametrize(("context", "token"), [(1, 10), (10, 1), (-1, 1)])
 def test_a_token_outside_the_vocabulary_is_refused(context: int, token: int) -> None:
     with pytest.raises(RecordError, match="vocabulary's size 10"):
@@ -68,6 +78,29 @@ GOOD = turn(ints(1), ints(2, 3), version=np.array([3, 5]), logprobs=np.array([-0
         (turn(ints(1), ints(2), logprobs=np.array([np.nan])), "a log-prob is not finite"),
         (turn(ints(1), ints(2), logprobs=np.array([-np.inf])), "a log-prob is not finite"),
         (turn(ints(1), ints(2), logprobs=np.array([0.5])), "a log-prob is 0.5, more than log 1"),
+        (
+            turn(ints(1), ints(2), logprobs=np.array([-1e30])),
+            "a log-prob is -1e+30, of a token that is never sampled",
+        ),
+        (
+            turn(ints(1), ints(2, 3), logprobs=np.array([-0.5])),
+            "a turn's columns have one entry per sampled token, here (2,) "
+            "(got {'logprobs': (1,), 'versions': (2,)})",
+        ),
+        (turn(ints(), ints(2)), "it has no context"),
+        (turn(ints(1), ints(2), parent=2), "it continues turn 2, which is not before it"),
+        (turn(ints(1), ints(99)), "token ids 99 to 99, of a vocabulary of 50 tokens"),
+        (turn(ints(-1), ints(9)), "token ids -1 to -1, of a vocabulary of 50 tokens"),
+        (turn(ints(1), ints(2), support=[[2, 50]]), "support ids 2 to 50, of a vocabulary of 50 tokens"),
+        (turn(ints(1), ints(2), support=[[2, -3]]), "support ids -3 to 2, of a vocabulary of 50 tokens"),
+        (
+            turn(ints(1), ints(2), temperature=float("nan")),
+            "a temperature is 0 or lies in [1e-06, 1e+06] (got nan)",
+        ),
+        (
+            turn(ints(1), ints(2), support=[[]], temperature=0.0),
+            "token 2, its 1., is not within its recorded support",
+        ),
         (turn(ints(1), ints(2, 3), version=np.array([5, 6])), "versions 5 to 6, and the newest is 5"),
         (turn(ints(1), ints(2), version=-1), "versions -1 to -1, and the newest is 5"),
         (
@@ -78,7 +111,7 @@ GOOD = turn(ints(1), ints(2, 3), version=np.array([3, 5]), logprobs=np.array([-0
 )
 def test_a_turn_that_cannot_be_right_is_seen_at_the_door(bad: Turn, why: str) -> None:
     one = episode(GOOD, turn(ints(1), ints(9), version=77, policy="judge"), bad, id="the-one")
-    assert flaw(one, newest=5) == f"turn 2 of episode 'the-one', sampled by an engine: {why}"
+    assert flaw(one, newest=5, vocabulary=50) == f"turn 2 of episode 'the-one', sampled by an engine: {why}"
 
 
 def test_a_support_that_is_missing_is_seen_at_the_door() -> None:

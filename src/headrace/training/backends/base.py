@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from headrace.errors import ConfigError
-from headrace.models import Ops, upload
+from headrace.models import Ops, dtype_on, upload
 from headrace.training.config import TrainingConfig
 from headrace.training.packing import Packed
 
@@ -94,7 +94,7 @@ def open_backend(
     `frozen`: without parameters, its weights once and in the dtype it computes in.
     """
     device = resolve_device(config.device)
-    dtype = getattr(torch, config.dtype)
+    dtype = dtype_on(device, config.dtype)
     if config.backend == "native":
         from headrace.training.backends.native import NativeBackend
 
@@ -111,8 +111,7 @@ def open_backend(
         )
     from headrace.training.backends.transformers import TransformersBackend
 
-    how = {"dtype": dtype, "device": device, "lora": config.lora, "seed": seed, "frozen": frozen}
-    return TransformersBackend(model_folder, **how)
+    return TransformersBackend(model_folder, dtype=dtype, device=device, lora=config.lora, seed=seed, frozen=frozen)
 
 
 def _ops(config: TrainingConfig, device: torch.device) -> Ops | None:
