@@ -36,20 +36,21 @@ def of(lines: Lines) -> dict[str, Any]:
                 "lag": lag,
                 "correction": way,
                 "seeds": len(found),
+                "accuracies": [round(value, 4) for value in found],
                 "accuracy_before": statistics.mean(line["accuracy_before"] for line in alike),
                 "accuracy_mean": statistics.mean(found),
-                "accuracy_min": min(found),
-                "accuracy_max": max(found),
                 "lost_mean": statistics.mean(lost) if lost else None,
                 "lost_low95": bound(lost, -1, T95),
                 "lost_high95": bound(lost, 1, T95),
                 "staleness_mean": statistics.mean(row[3] for line in alike for row in line["curve"]),
+                "kl_mean": statistics.mean(row[4] for line in alike for row in line["curve"]),
+                "steps": alike[0]["curve"][-1][0],
                 "steps_s_median": statistics.median(line["curve"][-1][1] for line in alike),
                 "whole_s_median": statistics.median(line["seconds"] for line in alike),
                 "tokens_mean": statistics.mean(line["tokens"] for line in alike),
             }
         )
-        curves[kind(rows[-1])] = curve(alike)
+        curves[kind(rows[-1])] = curve(alike) | {"held_out": held_out(alike)}
     made = {key: _one(line[key] for line in lines.values()) for key in ("hardware", "commit")}
     return {**result("learning", rows, figures(lines)), **made, "curves": curves}
 
@@ -106,6 +107,12 @@ def curve(alike: list[dict[str, Any]]) -> dict[str, list[float]]:
     }
 
 
+def held_out(alike: list[dict[str, Any]]) -> list[list[float]]:
+    """[step, accuracy], its mean over seeds."""
+    by_step = zip(*(line["evaluations"] for line in alike), strict=False)
+    return [[some[0][0], round(statistics.mean(one[1] for one in some), 4)] for some in by_step]
+
+
 def picture(file: Path) -> bytes:
     """Of a result: rewards by step and by time, and where seeds ended, as a PNG."""
     import matplotlib
@@ -123,7 +130,7 @@ def picture(file: Path) -> bytes:
             look = {"color": colour, "linestyle": DASHES[row["correction"]], "label": name}
             panel.plot(seen[by], smooth(seen["reward"]), linewidth=1.4, **look)
         mean = row["accuracy_mean"]
-        ends = [mean - row["accuracy_min"]], [row["accuracy_max"] - mean]
+        ends = [mean - min(row["accuracies"])], [max(row["accuracies"]) - mean]
         panels[2].errorbar([mean], [name], xerr=ends, fmt="o", capsize=3, color=colour)
     for panel, title in zip(panels, ("Reward by step", "Reward by seconds", "Held out, at the end"), strict=True):
         panel.set_title(title, loc="left")

@@ -269,7 +269,8 @@ def told(study: Path, cell: Cell) -> dict[str, Any]:
         "seconds": summary["seconds"],
         "tokens": summary["ledger"]["tokens"]["trained"],
         "evaluations": [[e["step"], e["pass_1"]] for e in summary["evaluations"]],
-        "curve": [[round(line[key], 5) for key in keys] for line in lines[:: max(1, len(lines) // 50)]],
+        # Some fifty of them, the last one among them.
+        "curve": [[round(line[key], 5) for key in keys] for line in lines[:: -max(1, len(lines) // 50)][::-1]],
         "hardware": hardware(),
         "commit": commit(),
     }

@@ -53,12 +53,14 @@ def test_figures_are_of_the_fastest_synchronous_run() -> None:
     asynchronous = {"trained_tokens_per_s": 80.0, "over_ideal": 0.9}
     slow = {"trained_tokens_per_s": 20.0, "gain_allowed": 5.0}
     fast = {"trained_tokens_per_s": 40.0, "gain_allowed": 2.5}
-    assert figures_of(asynchronous, []) == {"e2e_over_ideal": 0.9}
-    assert figures_of(asynchronous, [slow, fast]) == {
+    assert figures_of(asynchronous, [], []) == {"e2e_over_ideal": 0.9}
+    assert figures_of(asynchronous, [slow, fast], []) == {
         "e2e_over_ideal": 0.9,
         "async_over_sync_gpu": 2.0,
         "async_gain_over_allowed": 0.8,
     }
+    turns = {"trained_tokens_per_s": 64.0}
+    assert figures_of(asynchronous, [], [turns])["side_by_side_over_turns"] == 1.25
 
 
 def test_sequences_that_are_met_are_longer_than_those_that_are_drawn() -> None:

@@ -62,7 +62,14 @@ def test_what_follows_the_one_sign_is_the_answer(text: str, stop: str, reward: f
 def line(lag: int, way: str, seed: int, accuracy: float, commit: str = "c0ffee", *, teacher: bool = False) -> dict:
     cell = study.Cell(lag, way, seed, teacher)
     curve = [[step, 2.0 * step, accuracy, lag, 0.0, 1.0, 1.0] for step in range(1, 5)]
-    told = {"accuracy": accuracy, "accuracy_before": 0.1, "seconds": 9.0 + seed, "tokens": 100, "curve": curve}
+    told = {
+        "accuracy": accuracy,
+        "accuracy_before": 0.1,
+        "seconds": 9.0 + seed,
+        "tokens": 100,
+        "curve": curve,
+        "evaluations": [[0, 0.1], [4, accuracy]],
+    }
     return cell._asdict() | {"name": cell.name} | told | {"hardware": {"gpu": "one"}, "commit": commit}
 
 
@@ -101,6 +108,8 @@ def test_a_report_has_a_row_a_curve_and_figures(tmp_path: Path) -> None:
     assert [row["lag"] for row in told["rows"]] == [0, 4, 16]
     assert told["figures"] == pytest.approx({"lag4_loss_bound95": 0.04, "lag16_uncorrected_reward_gap": 0.16})
     assert told["curves"]["lag 4, tis"]["reward"] == [0.76] * 4
+    assert told["curves"]["lag 4, tis"]["held_out"] == [[0, 0.1], [4, 0.76]]
+    assert told["rows"][1]["accuracies"] == [0.76, 0.76]
     assert (told["hardware"], told["commit"]) == ({"gpu": "one"}, "c0ffee")
     assert report.of(lines | by_name([line(1, "tis", 0, 0.7, "decaf")]))["commit"] == {"0": "c0ffee", "1": "decaf"}
     file = tmp_path / "learning.json"
