@@ -29,7 +29,7 @@ RULES = (
     Rule(
         "drift_kl", 0.0, 0.1,
         "the policy has moved far from the one that sampled: lower buffer.max_staleness or the learning rate, or "
-        "publish more often (sync.interval)",
+        "publish more often (sync.interval); where mismatch_age is -1, numerics may have a part in it",
     ),
     Rule(
         "ratio_outlier_frac", 0.0, 0.05,
@@ -37,6 +37,11 @@ RULES = (
     ),
     Rule(
         "effective_sample_frac", 0.5, 1.0,
+        "the policy that sampled and the one that learns have little in common: lower buffer.max_staleness or the "
+        "learning rate, or look for what engine and trainer compute differently",
+    ),
+    Rule(
+        "weighted_sample_frac", 0.5, 1.0,
         "few tokens carry the gradient: lower the correction's cap, or buffer.max_staleness",
     ),
     Rule(

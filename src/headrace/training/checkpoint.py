@@ -5,7 +5,7 @@
         optimizer.safetensors    AdamW's moments and step counts
         teacher.safetensors      in self-distillation: the teacher, and the one to come
         random.json              the states of torch's, NumPy's and Python's generators
-        state.json               format, step, version, training.lora, the last mismatch_kl, the caller's state;
+        state.json               format, step, version, training.lora, the mismatch last seen, the caller's state;
                                  size and CRC-32 of each file above
 
 A checkpoint is written under a temporary name, brought to the disk and renamed.
@@ -31,6 +31,7 @@ from safetensors.torch import load_file, save_file
 
 from headrace.errors import RunFolderError
 from headrace.training.config import LoraConfig
+from headrace.training.sums import NEVER_SEEN, Mismatch
 
 FORMAT = 1
 WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.json", "state.json"
@@ -52,8 +53,7 @@ class Checkpoint:
     lora: LoraConfig | None = None
     """Where the weights are an adapter's."""
     teacher: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    mismatch: float = 0.0
-    """The last `mismatch_kl` that was seen."""
+    mismatch: Mismatch = NEVER_SEEN
 
 
 def save(folder: str | Path, checkpoint: Checkpoint) -> None:
@@ -71,7 +71,7 @@ def save(folder: str | Path, checkpoint: Checkpoint) -> None:
             "version": checkpoint.version,
             "state": checkpoint.state,
             "lora": msgspec.to_builtins(checkpoint.lora),
-            "mismatch": checkpoint.mismatch,
+            "mismatch_seen": list(checkpoint.mismatch),
             "files": files,
         }
         (temporary / STATE).write_text(json.dumps(content, indent=1))
@@ -95,7 +95,7 @@ def load(folder: str | Path) -> Checkpoint:
             random=json.loads((folder / RANDOM).read_text()),
             lora=msgspec.convert(content.get("lora"), LoraConfig | None),
             teacher=load_file(folder / TEACHER) if TEACHER in content["files"] else {},
-            mismatch=content.get("mismatch", 0.0),
+            mismatch=Mismatch(*content.get("mismatch_seen", NEVER_SEEN)),
         )
     except (SafetensorError, msgspec.ValidationError, ValueError, OSError) as error:
         raise _damaged(folder, str(error)) from error

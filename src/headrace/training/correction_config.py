@@ -44,7 +44,8 @@ class MisConfig(Config, tag="mis", tag_field="type"):
 
 
 class CispoConfig(Config, tag="cispo", tag_field="type"):
-    """A weight of the ratio, held above 1 − low and below 1 + high, by tokens."""
+    """A weight of the ratio as it is in this update, held above 1 − low and below 1 + high, by tokens. The
+    surrogate's own clip then has nothing to do: every token keeps its gradient."""
 
     low: Annotated[float, Meta(gt=0, le=1)] = 1.0
     """Weights are at least 1 − low."""
@@ -121,7 +122,7 @@ Correction = (
 )
 WEIGHING = (TisConfig, MisConfig, CispoConfig, ToprConfig, DecoupledConfig)
 """Those whose weight is an importance ratio."""
-OF_PROXIMAL = (*WEIGHING, RejectionConfig)
+OF_PROXIMAL = (TisConfig, MisConfig, ToprConfig, DecoupledConfig, RejectionConfig)
 """Those that look at the proximal policy."""
 
 

@@ -44,6 +44,8 @@ def correct(columns: Columns, corrections: Sequence[Correction]) -> Corrected:
         proximal_t = _proximal(columns, corrections)
         weights = [_weight(columns, proximal_t, one) for one in corrections if not isinstance(one, KimiConfig)]
         weights_t = reduce(torch.mul, weights, torch.ones_like(columns.behaviour_t))
+    if any(isinstance(one, CispoConfig) for one in corrections):
+        return Corrected(weights_t, columns.now_t)
     weighed = any(isinstance(one, WEIGHING) for one in corrections)
     return Corrected(weights_t, proximal_t if weighed else columns.behaviour_t)
 
@@ -89,7 +91,7 @@ def _weight(columns: Columns, proximal_t: Tensor, correction: Correction) -> Ten
         case DecoupledConfig(cap=cap):
             return ratio("token").clamp(max=cap)
         case CispoConfig(low=low, high=high):
-            return ratio("token").clamp(1 - low, 1 + high)
+            return exp_clamped(columns.now_t - columns.behaviour_t).clamp(1 - low, 1 + high)
         case MisConfig(level=level, geometric=geometric, low=low, high=high):
             at_level_t = ratio(level, geometric)
             return at_level_t * _within(at_level_t, low, high)

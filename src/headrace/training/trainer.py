@@ -43,7 +43,7 @@ from headrace.training.packing import (
     training_sequences,
 )
 from headrace.training.reference import Reference, with_prices
-from headrace.training.sums import SUMS, Total, check_numbers, step_metrics
+from headrace.training.sums import NEVER_SEEN, SUMS, Total, check_numbers, step_metrics
 from headrace.training.teacher import open_teacher
 
 # Below every real log-prob: what `token_logprobs` answers for a token outside its support.
@@ -73,7 +73,7 @@ class LocalTrainer:
         self._at_rest = threading.Lock()
         self._config = config
         self._seed = seed
-        self._mismatch = 0.0
+        self._mismatch = NEVER_SEEN
         self._max_staleness = max_staleness
         self._backend = open_backend(model, config, seed=seed)
         if self._backend.device.type == "cpu":
@@ -127,8 +127,8 @@ class LocalTrainer:
             totals.append(total)
             norms.append(grad_norm)
         self.step += 1
+        self._mismatch = self._mismatch.after(totals[0])
         metrics = batch_metrics(batch, sequences) | step_metrics(totals, self._mismatch)
-        self._mismatch = metrics["mismatch_kl"]
         metrics |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
         seconds = time.perf_counter() - began
         teacher = None if self._teacher is None else self._teacher.version
@@ -157,7 +157,7 @@ class LocalTrainer:
         """The gradient of one update: (sums over its tokens, its norm). Without one after an error."""
         config = self._config
         tokens = sum(sequence.num_trained for sequence in sequences)
-        divisor = normaliser(max(1, tokens), max(1, len(sequences)), config.algorithm.recipe)
+        divisor = normaliser(tokens, len(sequences), config.algorithm.recipe)
         # Without an advantage there is no gradient: a forward pass gives such sequences' metrics.
         all_move = self._others_teach or self._teacher is not None
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
@@ -361,6 +361,8 @@ class LocalTrainer:
                 sums.kl,
                 sums.clipped,
                 sums.outliers,
+                sums.ratios,
+                sums.squared_ratios,
                 sums.weights,
                 sums.squared_weights,
                 sums.dropped,

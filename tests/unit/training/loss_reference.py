@@ -116,6 +116,9 @@ def loss_at(
     proximal = _proximal(corrections, tokens)
     weights = _weights(corrections, tokens, proximal)
     weighed = any(correction["type"] in WEIGHING for correction in corrections)
+    anchor = proximal if weighed else [token.behaviour for token in tokens]
+    if any(correction["type"] == "cispo" for correction in corrections):
+        anchor = [token.now for token in tokens]
     sequences = _members([token.sequence for token in tokens])
     gspo = algorithm["type"] == "gspo"
 
@@ -129,7 +132,7 @@ def loss_at(
         log_ratio = 0.0
         averaged = members if gspo else [t]
         for j in averaged:
-            log_ratio += live[j] - (proximal[j] if weighed else tokens[j].behaviour)
+            log_ratio += live[j] - anchor[j]
         log_ratio /= len(averaged)
         ratio = math.exp(_clamp(log_ratio, -LIMIT, LIMIT))
         ratio_gradient = ratio if abs(log_ratio) <= LIMIT else 0.0
@@ -239,7 +242,7 @@ def _weight(correction: dict[str, Any], tokens: list[Token], proximal: list[floa
         rho = _rho(tokens, proximal, t, correction["level"], correction["geometric"])
         return rho if correction["low"] <= rho <= correction["high"] else 0.0
     if kind == "cispo":
-        rho = _rho(tokens, proximal, t, "token", False)
+        rho = _rho(tokens, [token.now for token in tokens], t, "token", False)
         return _clamp(rho, 1 - correction["low"], 1 + correction["high"])
     if kind == "topr":
         rho = _rho(tokens, proximal, t, correction["level"], correction["geometric"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,9 @@ def test_a_steps_loss_is_the_formulas(tmp_path: Path, algorithm, corrections, bu
     assert metrics["weight_zero_frac"] == pytest.approx(expected.weights.count(0.0) / len(tokens))
     squares = sum(weight**2 for weight in expected.weights)
     effective = sum(expected.weights) ** 2 / (len(tokens) * squares)
+    assert metrics["weighted_sample_frac"] == pytest.approx(effective, rel=1e-4)
+    ratios = [math.exp(token.now - token.behaviour) for token in tokens]
+    effective = sum(ratios) ** 2 / (len(tokens) * sum(ratio**2 for ratio in ratios))
     assert metrics["effective_sample_frac"] == pytest.approx(effective, rel=1e-4)
 
 

@@ -290,7 +290,7 @@ def test_a_given_proximal_policy_counts_where_a_correction_looks_at_it(algorithm
         chosen, wanted = configured(ALGORITHMS[algorithm], given)
         first_value, first_gradient, _ = computed(tokens, chosen, wanted, torch.float64)
         value, gradient, _ = computed(later, chosen, wanted, torch.float64)
-        looked_at = any(one["type"] in (*reference.WEIGHING, "rejection") for one in given)
+        looked_at = any(one["type"] in {*reference.WEIGHING, "rejection"} - {"cispo"} for one in given)
         unchanged = value == first_value and np.array_equal(gradient, first_gradient)
         assert unchanged != looked_at, name
 
@@ -303,6 +303,25 @@ def test_under_a_correction_the_clip_has_work_from_the_second_update_on(algorith
     *_, later = computed(beside(tokens, "proximal", 7, absurd=False), chosen, wanted, torch.float64)
     assert first.clipped.item() == 0
     assert (later.clipped.item() > 0) == (chosen.recipe.clip is not None)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_under_cispo_every_token_keeps_its_gradient_in_every_update(algorithm: str) -> None:
+    chosen, wanted = configured(ALGORITHMS[algorithm], CORRECTIONS["cispo"])
+    tokens = beside(draw(7, absurd=False), "proximal", 7, absurd=False)
+    _, gradient, sums = computed(tokens, chosen, wanted, torch.float64)
+    assert sums.clipped.item() == 0
+    assert all(np.asarray(gradient)[[token.advantage != 0 for token in tokens]] != 0)
+
+
+@pytest.mark.parametrize("aggregate", ["token", "sequence"])
+def test_the_loss_of_no_tokens_is_0(aggregate: str) -> None:
+    chosen, wanted = configured({"type": "grpo", "aggregate": aggregate}, CORRECTIONS["tis by tokens"])
+    nothing = torch.zeros(0, dtype=torch.float64)
+    none = Units(torch.zeros(0, dtype=torch.int64), 0)
+    columns = Columns(nothing, nothing, nothing, torch.zeros(0, dtype=torch.int64), none, none, nothing)
+    loss, _ = policy_loss(columns, chosen.recipe, wanted, normaliser(0, 0, chosen.recipe))
+    assert loss.item() == 0
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

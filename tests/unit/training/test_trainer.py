@@ -35,6 +35,7 @@ TRAINER_METRICS = {
     "staleness_max",
     "version_spread_max",
     "mismatch_kl",
+    "mismatch_age",
     "drift_kl",
     "reference_kl",
     "teacher_divergence",
@@ -50,6 +51,7 @@ TRAINER_METRICS = {
     "weight_mean",
     "weight_zero_frac",
     "effective_sample_frac",
+    "weighted_sample_frac",
     "learning_rate",
 }
 
@@ -197,12 +199,24 @@ def test_mismatch_counts_only_tokens_of_the_trainers_own_version_where_there_are
     k3 = {shift: math.exp(-shift) - 1 + shift for shift in (0.1, 0.7)}
     metrics = owner.train(batch_of([episode(fresh), episode(stale)], [0.0, 0.0], version=1)).metrics
     assert metrics["mismatch_kl"] == pytest.approx(k3[0.1], rel=1e-4)
-    assert metrics["drift_kl"] == pytest.approx(k3[0.7], rel=1e-4)
+    assert metrics["mismatch_age"] == 0
+    assert metrics["drift_kl"] == pytest.approx(k3[0.7] - k3[0.1], rel=1e-4)
     assert metrics["kl"] == pytest.approx((k3[0.1] + k3[0.7]) / 2, rel=1e-4)
     assert metrics["ratio_outlier_frac"] == 0.5
     later = turn(own.context, own.tokens, logprobs=own.logprobs + 0.7, version=0)
     metrics = owner.train(batch_of([episode(later)], [0.0], version=2)).metrics
     assert metrics["mismatch_kl"] == pytest.approx(k3[0.1], rel=1e-4), "the last that was seen"
+    assert metrics["mismatch_age"] == 1
+
+
+def test_numerics_that_were_never_seen_are_told_apart_from_none(tmp_path: Path) -> None:
+    owner = trainer(tiny_model(tmp_path))
+    own = next(iter(on_policy(owner, batch_of([episode(turn(ints(1), ints(2, 3)))], [0.0])).episodes)).turns[0]
+    for owner.version in (1, 2):
+        stale = turn(own.context, own.tokens, logprobs=own.logprobs + 0.7, version=0)
+        metrics = owner.train(batch_of([episode(stale)], [0.0], version=owner.version)).metrics
+        assert (metrics["mismatch_kl"], metrics["mismatch_age"]) == (0.0, -1)
+        assert metrics["drift_kl"] == pytest.approx(math.exp(-0.7) - 0.3, rel=1e-4)
 
 
 def test_a_batch_for_another_version_is_refused_and_changes_nothing(tmp_path: Path) -> None:

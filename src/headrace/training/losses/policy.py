@@ -32,7 +32,11 @@ class Sums:
     """The k3 estimate of KL(behaviour ‖ trainer): ratio − 1 − log ratio."""
     outliers: Tensor
     """Tokens whose ratio to the policy that sampled them lies outside [0.5, 2]."""
+    ratios: Tensor
+    """Of those ratios."""
+    squared_ratios: Tensor
     weights: Tensor
+    """Of the corrections' weights."""
     squared_weights: Tensor
     dropped: Tensor
     """Tokens of weight 0."""
@@ -45,9 +49,9 @@ class Sums:
 
 
 def normaliser(trained_tokens: int, trained_sequences: int, recipe: Recipe) -> float:
-    """What the whole batch's loss is divided by."""
-    sequences = trained_sequences * (recipe.length if recipe.aggregate == "constant" else 1)
-    return float(trained_tokens if recipe.aggregate == "token" else sequences)
+    """What the whole batch's loss is divided by; of one without tokens not 0."""
+    sequences = max(1, trained_sequences) * (recipe.length if recipe.aggregate == "constant" else 1)
+    return float(max(1, trained_tokens) if recipe.aggregate == "token" else sequences)
 
 
 def policy_loss(
@@ -115,6 +119,8 @@ def _sums(
         clipped=_clipped(ratio_t, columns.advantages_t, recipe).sum(dtype=torch.float64),
         kl=kl_t.sum(),
         outliers=((to_behaviour_t < low) | (to_behaviour_t > high)).sum(dtype=torch.float64),
+        ratios=to_behaviour_t.sum(),
+        squared_ratios=to_behaviour_t.square().sum(),
         weights=weights_t.sum(),
         squared_weights=weights_t.square().sum(),
         dropped=(weights_t == 0).sum(dtype=torch.float64),
