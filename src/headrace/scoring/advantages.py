@@ -23,8 +23,9 @@ def advantages(
     baseline: Baseline = "group",
     scale: Scale = "group",
     overlong: Overlong | None = None,
+    dtype: type[np.floating] = np.float32,
 ) -> np.ndarray:
-    """float32, one per episode in batch order.
+    """One per episode in batch order, computed in float64.
 
     `baseline` is what a reward is compared with: the mean of its group, that of the group's others, or nothing.
     `scale`: divided by the standard deviation over the group, or over the batch, whose mean is then 0. It is the
@@ -36,7 +37,7 @@ def advantages(
     if scale == "batch":
         # Within groups they are centred already; their mean is rounding, and a 0 is to stay one.
         together = _centred(together, True) if baseline == "none" else together / (together.std() + STD_EPS)
-    return together.astype(np.float32)
+    return together.astype(dtype)
 
 
 def group_advantages(groups: Sequence[Group], normalise_std: bool) -> np.ndarray:

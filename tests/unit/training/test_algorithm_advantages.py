@@ -40,13 +40,20 @@ def episode(reward: float, length: int) -> Episode:
     return Episode(id="e", task=TASK, turns=(turn,), reward=reward)
 
 
+USUAL, EXTREME = (0.0, 0.1, 1.0), (-1e12, -3.0, 1e-9, 0.0, 2e-9, 0.7, 1e12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float64, 1e-9), (np.float32, 1e-5)])
+@pytest.mark.parametrize("values", [USUAL, EXTREME])
 @pytest.mark.parametrize("given", ALGORITHMS)
-def test_they_are_the_reference_s(given: dict[str, Any]) -> None:
+def test_they_are_the_reference_s(
+    given: dict[str, Any], values: tuple[float, ...], dtype, tolerance: float
+) -> None:
     algorithm = msgspec.convert(given, Algorithm)
     dice = np.random.default_rng(0)
     for _ in range(30):
         sizes = dice.integers(1, 7, int(dice.integers(1, 6)))
-        rewards = [(dice.choice([0.0, 0.1, 1.0], size) if dice.random() < 0.8 else [0.1] * size) for size in sizes]
+        rewards = [(dice.choice(values, size) if dice.random() < 0.8 else [0.1] * size) for size in sizes]
         lengths = [dice.integers(0, 16, size).tolist() for size in sizes]
         groups = [
             Group(
@@ -58,10 +65,13 @@ def test_they_are_the_reference_s(given: dict[str, Any]) -> None:
             for pair in zip(rewards, lengths, strict=True)
         ]
         how = algorithm.recipe
-        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
+        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=how.overlong, dtype=dtype)
         plain = [[float(reward) for reward in group] for group in rewards]
         expected = reference.advantages(msgspec.to_builtins(algorithm), plain, lengths)
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+        assert found.dtype == dtype
+        # What is left where large numbers cancel is their rounding.
+        largest = max(map(abs, expected), default=0.0)
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * largest)
         if how.baseline != "none" and how.overlong is None:
             equal = np.repeat([min(group) == max(group) for group in plain], sizes)
             assert not found[equal].any()
