@@ -6,7 +6,7 @@ Shape letters: T tokens, D and E hidden sizes of student and teacher, V vocabula
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,6 +15,11 @@ from torch import Tensor
 from headrace.models.logprobs import CHUNK_ELEMENTS, Chunk, Support, chunks_of, head_logits
 
 Divergence = Literal["forward", "reverse", "jsd"]
+
+# What lies between a chunk's logits and its sums is of so many elements at a time.
+_PART_ELEMENTS = 2**22
+# Beyond it one of two probabilities is nothing beside the other; its exponential is finite in float32.
+_FAR = 80.0
 
 
 class Said(NamedTuple):
@@ -40,7 +45,8 @@ def divergences(
     beta: float = 0.5,
     chunk_rows: int | None = None,
 ) -> Tensor:
-    """(T,) float32, between softmax(logits / temperature) of student and teacher over each row's support.
+    """(T,) between softmax(logits / temperature) of student and teacher over each row's support: float64 where the
+    student's hidden states are, and float32 otherwise. Never below 0.
 
     Differentiable once in the student's hidden states and head. At most `chunk_rows` rows of both logits exist at a
     time; the backward pass computes them again.
@@ -61,10 +67,10 @@ class _Divergences(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said, chunks: list[Chunk], how: _How
     ) -> Tensor:
-        found_t = hidden_td.new_empty(len(hidden_td), dtype=torch.float32)
+        found_t = hidden_td.new_empty(len(hidden_td), dtype=_wide(hidden_td))
         for chunk in chunks:
-            student_cv, teacher_cv = _both(chunk, hidden_td, head_weight_vd, teacher)
-            found_t[chunk.rows] = _divergence(student_cv, teacher_cv, how)
+            both = _both(chunk, hidden_td, head_weight_vd, teacher)
+            found_t[chunk.rows] = torch.cat([_divergence(part, how) for part in both.parts()])
         ctx.save_for_backward(hidden_td, head_weight_vd)
         ctx.teacher, ctx.chunks, ctx.how = teacher, chunks, how
         return found_t
@@ -74,12 +80,12 @@ class _Divergences(torch.autograd.Function):
         hidden_td, head_weight_vd = ctx.saved_tensors
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden_td) if wants_hidden else None
-        grad_head = torch.zeros_like(head_weight_vd, dtype=torch.float32) if wants_head else None
+        grad_head = torch.zeros_like(head_weight_vd, dtype=_wide(head_weight_vd)) if wants_head else None
         for chunk in ctx.chunks:
-            student_cv, teacher_cv = _both(chunk, hidden_td, head_weight_vd, ctx.teacher)
-            slope_cv = _slope(student_cv, teacher_cv, ctx.how).mul_(grads[0][chunk.rows, None])
-            if isinstance(chunk.temperature, Tensor) or chunk.temperature != 1.0:
-                slope_cv.div_(chunk.temperature)
+            both = _both(chunk, hidden_td, head_weight_vd, ctx.teacher)
+            for part in both.parts():
+                _to_slope(part, ctx.how)
+            slope_cv = chunk.scaled_(both.log_ratio_cv.mul_(grads[0][chunk.rows, None]))
             low_cv = slope_cv.to(head_weight_vd.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk.rows] = low_cv @ head_weight_vd
@@ -90,36 +96,82 @@ class _Divergences(torch.autograd.Function):
         return grad_hidden, grad_head, None, None, None
 
 
-def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said) -> tuple[Tensor, Tensor]:
-    """Log-probs (C, V) of student and teacher; about -1e30 outside the support, in both."""
-    student_cv = chunk.log_softmax(head_logits(hidden_td[chunk.rows], head_weight_vd))
-    return student_cv, chunk.log_softmax(head_logits(teacher.hidden_te[chunk.rows], teacher.head_weight_ve))
+class _Both(NamedTuple):
+    """Log-probs (C, V), about -1e30 outside the support, and student's less teacher's."""
+
+    student_cv: Tensor
+    teacher_cv: Tensor
+    log_ratio_cv: Tensor
+
+    def parts(self) -> Iterator[_Both]:
+        """Some rows at a time, with probabilities in place of log-probs: views, which may be written to."""
+        rows = max(1, _PART_ELEMENTS // self.student_cv.shape[1])
+        for student_cv, teacher_cv, log_ratio_cv in zip(*(whole_cv.split(rows) for whole_cv in self), strict=True):
+            student_cv.exp_()
+            teacher_cv.exp_()
+            # Both sum to 1, so their differences to 0; what these do sum to is the rounding of a row's constant.
+            over_cv = (log_ratio_cv / 2).tanh_().mul_(student_cv + teacher_cv)
+            yield _Both(student_cv, teacher_cv, log_ratio_cv.sub_(over_cv.sum(-1, keepdim=True)))
 
 
-def _divergence(student_cv: Tensor, teacher_cv: Tensor, how: _How) -> Tensor:
+def _wide(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said) -> _Both:
+    dtype = _wide(hidden_td)
+    student_cv = head_logits(hidden_td[chunk.rows], head_weight_vd).to(dtype)
+    teacher_cv = head_logits(teacher.hidden_te[chunk.rows], teacher.head_weight_ve).to(dtype)
+    # The difference of the logits, less a constant for each row: where log-probs nearly agree, theirs is rounding.
+    log_ratio_cv = chunk.scaled_(student_cv - teacher_cv)
+    student_cv = chunk.log_softmax(student_cv)
+    teacher_cv = chunk.log_softmax(teacher_cv)
+    likely_c1 = teacher_cv.argmax(-1, keepdim=True)
+    logits_c1, student_c1, teacher_c1 = (x.gather(1, likely_c1) for x in (log_ratio_cv, student_cv, teacher_cv))
+    return _Both(student_cv, teacher_cv, log_ratio_cv.sub_(logits_c1 - (student_c1 - teacher_c1)))
+
+
+def _divergence(part: _Both, how: _How) -> Tensor:
+    student_cv, teacher_cv, log_ratio_cv = part
     if how.divergence == "reverse":
-        return torch.linalg.vecdot(student_cv.exp(), student_cv - teacher_cv)
+        return _kl(student_cv, teacher_cv, log_ratio_cv)
     if how.divergence == "forward":
-        return torch.linalg.vecdot(teacher_cv.exp(), teacher_cv - student_cv)
-    between_cv = _between(student_cv, teacher_cv, how.beta)
-    towards_student = torch.linalg.vecdot(student_cv.exp(), student_cv - between_cv)
-    towards_teacher = torch.linalg.vecdot(teacher_cv.exp(), teacher_cv - between_cv)
+        return _kl(teacher_cv, student_cv, -log_ratio_cv)
+    between_cv = torch.lerp(student_cv, teacher_cv, how.beta)
+    towards_student = _kl(student_cv, between_cv, _over_mixture(log_ratio_cv, how.beta))
+    towards_teacher = _kl(teacher_cv, between_cv, _over_mixture(-log_ratio_cv, 1 - how.beta))
     return how.beta * towards_teacher + (1 - how.beta) * towards_student
 
 
-def _slope(student_cv: Tensor, teacher_cv: Tensor, how: _How) -> Tensor:
-    """d divergence / d (the student's logits / temperature)."""
-    probs_cv = student_cv.exp()
+def _to_slope(part: _Both, how: _How) -> None:
+    """Make of the log-ratios d divergence / d (the student's logits / temperature)."""
+    student_cv, teacher_cv, log_ratio_cv = part
     if how.divergence == "forward":
-        return probs_cv - teacher_cv.exp()
+        # The student's probability less the teacher's.
+        log_ratio_cv.div_(2).tanh_().mul_(student_cv + teacher_cv)
+        return
     # Of a probability, up to a constant: with softmax only the difference from the mean counts.
-    if how.divergence == "reverse":
-        own_cv = student_cv - teacher_cv
-    else:
-        own_cv = (student_cv - _between(student_cv, teacher_cv, how.beta)).mul_(1 - how.beta)
-    return probs_cv * (own_cv - torch.linalg.vecdot(probs_cv, own_cv)[:, None])
+    if how.divergence == "jsd":
+        log_ratio_cv.copy_(_over_mixture(log_ratio_cv, how.beta).mul_(1 - how.beta))
+    mean_c1 = (student_cv * log_ratio_cv).sum(-1, keepdim=True)
+    log_ratio_cv.sub_(mean_c1).mul_(student_cv)
 
 
-def _between(student_cv: Tensor, teacher_cv: Tensor, beta: float) -> Tensor:
-    """The logarithm of the mixture beta · teacher + (1 − beta) · student."""
-    return torch.logaddexp(teacher_cv + math.log(beta), student_cv + math.log1p(-beta))
+def _over_mixture(log_ratio_cv: Tensor, share: float) -> Tensor:
+    """log(a / (share · b + (1 − share) · a)), of log(a / b)."""
+    return log_ratio_cv.neg().clamp_(-_FAR, _FAR).expm1_().mul_(share).log1p_().neg_()
+
+
+def _kl(a_cv: Tensor, b_cv: Tensor, log_ratio_cv: Tensor) -> Tensor:
+    """(C,) KL(a ‖ b), summed from a · log(a / b) − a + b, which is never below 0.
+
+    With y = log(a / b) / 2 and t = tanh(y), a − b is (a + b) · t, and each of these (a + b) · (y · t + (y − t)).
+    """
+    half_cv = log_ratio_cv / 2
+    tanh_cv = half_cv.tanh()
+    square_cv = half_cv.square()
+    # The difference of a small y and its t is rounding, so there it is their series: as exact, where the two meet.
+    near = torch.finfo(half_cv.dtype).eps ** (1 / 8)
+    series_cv = (square_cv * (17 / 315)).sub_(2 / 15).mul_(square_cv).add_(1 / 3).mul_(square_cv).mul_(half_cv)
+    terms_cv = torch.where(square_cv < near**2, series_cv, half_cv - tanh_cv)
+    return terms_cv.addcmul_(half_cv, tanh_cv).mul_(a_cv + b_cv).sum(-1)

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 # A chunk's float32 logits: 512 MiB, some 900 rows of a 150 000-token vocabulary.
 CHUNK_ELEMENTS = 2**27
-# Finite, so that 0 × log 0 is 0 and no NaN arises; its exponential is exactly 0 in float32.
+# Finite, so that 0 × log 0 is 0 and no NaN arises; its exponential is exactly 0.
 OUTSIDE_SUPPORT = -1e30
 
 
@@ -27,7 +27,7 @@ Score = Callable[[Tensor, Tensor, Tensor], Tensor]
 def head_logits(hidden_td: Tensor, head_weight_vd: Tensor) -> Tensor:
     """(T, V) logits. On CUDA in float32 also for half precision: rounding a logit of 20 to bfloat16 would move its
     log-prob by up to 0.06, and not by the same in sampling and in training."""
-    if hidden_td.is_cuda and hidden_td.dtype != torch.float32:
+    if hidden_td.is_cuda and hidden_td.dtype.itemsize < 4:
         return torch.mm(hidden_td, head_weight_vd.t(), out_dtype=torch.float32)
     return F.linear(hidden_td, head_weight_vd)
 
@@ -82,11 +82,15 @@ class Chunk(NamedTuple):
         """(C, V)."""
         return (linear or head_logits)(hidden_td[self.rows], head_weight_vd)
 
-    def log_softmax(self, logits_cv: Tensor) -> Tensor:
-        """(C, V) float32; entries outside the support hold about -1e30. May use up the logits."""
-        logits_cv = logits_cv.float()
+    def scaled_(self, numbers_cv: Tensor) -> Tensor:
+        """Divided by the temperature, in place."""
         if isinstance(self.temperature, Tensor) or self.temperature != 1.0:
-            logits_cv = logits_cv.div_(self.temperature)
+            numbers_cv.div_(self.temperature)
+        return numbers_cv
+
+    def log_softmax(self, logits_cv: Tensor) -> Tensor:
+        """(C, V) in the logits' dtype; entries outside the support hold about -1e30. Uses up the logits."""
+        self.scaled_(logits_cv)
         if self.support is not None:
             logits_cv.masked_fill_(_outside(self.support, *logits_cv.shape), OUTSIDE_SUPPORT)
         return torch.log_softmax(logits_cv, dim=-1)
@@ -160,7 +164,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logits_cv = chunk.logits(hidden_td, head_weight_vd, linear)
             if score is not None:
                 logprobs_t[chunk.rows] = chunk.score(logits_cv, score)
-            logp_cv = chunk.log_softmax(logits_cv)
+            logp_cv = chunk.log_softmax(logits_cv.float())
             if score is None:
                 logprobs_t[chunk.rows] = logp_cv.gather(1, chunk.targets_c1).squeeze(1)
             entropy_t[chunk.rows] = -torch.linalg.vecdot(logp_cv.exp(), logp_cv)
@@ -184,7 +188,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for chunk in ctx.chunks:
             logp_cv = kept_cv
             if logp_cv is None:
-                logp_cv = chunk.log_softmax(chunk.logits(hidden_td, head_weight_vd, ctx.linear))
+                logp_cv = chunk.log_softmax(chunk.logits(hidden_td, head_weight_vd, ctx.linear).float())
             grad_logits_cv = logp_cv.exp()
             if grad_entropy_t is None:
                 grad_logits_cv.mul_(-grad_logprobs_t[chunk.rows, None])
@@ -196,9 +200,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_logits_cv.mul_(slope_cv.neg_())
             if grad_logprobs_t is not None:
                 grad_logits_cv.scatter_add_(1, chunk.targets_c1, grad_logprobs_t[chunk.rows, None])
-            if isinstance(chunk.temperature, Tensor) or chunk.temperature != 1.0:
-                grad_logits_cv.div_(chunk.temperature)
-            low_cv = grad_logits_cv.to(head_weight_vd.dtype)
+            low_cv = chunk.scaled_(grad_logits_cv).to(head_weight_vd.dtype)
             if grad_hidden is not None:
                 grad_hidden[chunk.rows] = low_cv @ head_weight_vd
             if grad_head is not None:
