@@ -32,6 +32,8 @@ class Said(NamedTuple):
 class _How(NamedTuple):
     divergence: Divergence
     beta: float
+    vocabulary: int
+    """Rows of the larger head: a support's ids are below it."""
 
 
 def divergences(
@@ -48,17 +50,19 @@ def divergences(
     """(T,) between softmax(logits / temperature) of student and teacher over each row's support: float64 where the
     student's hidden states are, and float32 otherwise. Never below 0.
 
+    Ids that only one of the two has rows for are left out, of a support too; where that leaves none it is 0.
     Differentiable once in the student's hidden states and head. At most `chunk_rows` rows of both logits exist at a
     time; the backward pass computes them again.
     """
     # One tokenizer, and rows that stand for no token of it after its own: models of a family differ in these.
-    common = min(len(head_weight_vd), len(teacher.head_weight_ve))
+    common, vocabulary = sorted((len(head_weight_vd), len(teacher.head_weight_ve)))
     head_weight_vd, teacher = head_weight_vd[:common], Said(teacher.hidden_te, teacher.head_weight_ve[:common])
     rows = chunk_rows or max(1, CHUNK_ELEMENTS // (2 * head_weight_vd.shape[0]))
     ids, offsets = support if support is not None else (None, None)
     none_t = torch.zeros(len(hidden_td), dtype=torch.long, device=hidden_td.device)
     chunks = chunks_of(none_t, temperature, ids, offsets, rows)
-    found: Tensor = _Divergences.apply(hidden_td, head_weight_vd, teacher, chunks, _How(divergence, beta))
+    how = _How(divergence, beta, vocabulary)
+    found: Tensor = _Divergences.apply(hidden_td, head_weight_vd, teacher, chunks, how)
     return found
 
 
@@ -69,7 +73,7 @@ class _Divergences(torch.autograd.Function):
     ) -> Tensor:
         found_t = hidden_td.new_empty(len(hidden_td), dtype=_wide(hidden_td))
         for chunk in chunks:
-            both = _both(chunk, hidden_td, head_weight_vd, teacher)
+            both = _both(chunk, hidden_td, head_weight_vd, teacher, how)
             found_t[chunk.rows] = torch.cat([_divergence(part, how) for part in both.parts()])
         ctx.save_for_backward(hidden_td, head_weight_vd)
         ctx.teacher, ctx.chunks, ctx.how = teacher, chunks, how
@@ -82,7 +86,7 @@ class _Divergences(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_td) if wants_hidden else None
         grad_head = torch.zeros_like(head_weight_vd, dtype=_wide(head_weight_vd)) if wants_head else None
         for chunk in ctx.chunks:
-            both = _both(chunk, hidden_td, head_weight_vd, ctx.teacher)
+            both = _both(chunk, hidden_td, head_weight_vd, ctx.teacher, ctx.how)
             for part in both.parts():
                 _to_slope(part, ctx.how)
             slope_cv = chunk.scaled_(both.log_ratio_cv.mul_(grads[0][chunk.rows, None]))
@@ -118,14 +122,19 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said) -> _Both:
+def _both(chunk: Chunk, hidden_td: Tensor, head_weight_vd: Tensor, teacher: Said, how: _How) -> _Both:
     dtype = _wide(hidden_td)
     student_cv = head_logits(hidden_td[chunk.rows], head_weight_vd).to(dtype)
     teacher_cv = head_logits(teacher.hidden_te[chunk.rows], teacher.head_weight_ve).to(dtype)
     # The difference of the logits, less a constant for each row: where log-probs nearly agree, theirs is rounding.
     log_ratio_cv = chunk.scaled_(student_cv - teacher_cv)
-    student_cv = chunk.log_softmax(student_cv)
-    teacher_cv = chunk.log_softmax(teacher_cv)
+    outside_cv = chunk.outside(how.vocabulary)
+    if outside_cv is not None:
+        outside_cv = outside_cv[:, : len(head_weight_vd)]
+        # All of a row may be outside. Then both are uniform.
+        log_ratio_cv.masked_fill_(outside_cv, 0)
+    student_cv = chunk.log_softmax(student_cv, outside_cv)
+    teacher_cv = chunk.log_softmax(teacher_cv, outside_cv)
     likely_c1 = teacher_cv.argmax(-1, keepdim=True)
     logits_c1, student_c1, teacher_c1 = (x.gather(1, likely_c1) for x in (log_ratio_cv, student_cv, teacher_cv))
     return _Both(student_cv, teacher_cv, log_ratio_cv.sub_(logits_c1 - (student_c1 - teacher_c1)))

@@ -88,30 +88,33 @@ class Chunk(NamedTuple):
             numbers_cv.div_(self.temperature)
         return numbers_cv
 
-    def log_softmax(self, logits_cv: Tensor) -> Tensor:
+    def outside(self, vocabulary: int) -> Tensor | None:
+        """(C, V): which ids are not of the support. None: all are."""
+        if self.support is None:
+            return None
+        ids, offsets = self.support
+        counts = offsets.diff()
+        outside_cv = (counts > 0)[:, None].expand(-1, vocabulary).contiguous()
+        rows = torch.arange(len(counts), device=counts.device)
+        row_of_id = torch.repeat_interleave(rows, counts, output_size=ids.numel())
+        outside_cv[row_of_id, ids.long()] = False
+        return outside_cv
+
+    def log_softmax(self, logits_cv: Tensor, outside_cv: Tensor | None) -> Tensor:
         """(C, V) in the logits' dtype; entries outside the support hold about -1e30. Uses up the logits."""
         self.scaled_(logits_cv)
-        if self.support is not None:
-            logits_cv.masked_fill_(_outside(self.support, *logits_cv.shape), OUTSIDE_SUPPORT)
+        if outside_cv is not None:
+            logits_cv.masked_fill_(outside_cv, OUTSIDE_SUPPORT)
         return torch.log_softmax(logits_cv, dim=-1)
 
     def score(self, logits_cv: Tensor, score: Score) -> Tensor:
         """(C,) log-probs of the targets."""
-        if self.support is not None:
-            logits_cv = logits_cv.masked_fill(_outside(self.support, *logits_cv.shape), -torch.inf)
+        outside_cv = self.outside(logits_cv.shape[1])
+        if outside_cv is not None:
+            logits_cv = logits_cv.masked_fill(outside_cv, -torch.inf)
         assert isinstance(self.temperature, Tensor)
         logprobs_c = score(logits_cv, self.temperature[:, 0], self.targets_c1[:, 0])
         return logprobs_c.clamp_(min=OUTSIDE_SUPPORT)
-
-
-def _outside(support: Support, rows: int, vocabulary: int) -> Tensor:
-    counts = support.offsets.diff()
-    outside = (counts > 0)[:, None].expand(rows, vocabulary).contiguous()
-    row_of_id = torch.repeat_interleave(
-        torch.arange(rows, device=counts.device), counts, output_size=support.ids.numel()
-    )
-    outside[row_of_id, support.ids.long()] = False
-    return outside
 
 
 def chunks_of(
@@ -164,7 +167,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logits_cv = chunk.logits(hidden_td, head_weight_vd, linear)
             if score is not None:
                 logprobs_t[chunk.rows] = chunk.score(logits_cv, score)
-            logp_cv = chunk.log_softmax(logits_cv.float())
+            logp_cv = chunk.log_softmax(logits_cv.float(), chunk.outside(logits_cv.shape[1]))
             if score is None:
                 logprobs_t[chunk.rows] = logp_cv.gather(1, chunk.targets_c1).squeeze(1)
             entropy_t[chunk.rows] = -torch.linalg.vecdot(logp_cv.exp(), logp_cv)
@@ -188,7 +191,8 @@ class _TokenLogprobs(torch.autograd.Function):
         for chunk in ctx.chunks:
             logp_cv = kept_cv
             if logp_cv is None:
-                logp_cv = chunk.log_softmax(chunk.logits(hidden_td, head_weight_vd, ctx.linear).float())
+                logits_cv = chunk.logits(hidden_td, head_weight_vd, ctx.linear)
+                logp_cv = chunk.log_softmax(logits_cv.float(), chunk.outside(logits_cv.shape[1]))
             grad_logits_cv = logp_cv.exp()
             if grad_entropy_t is None:
                 grad_logits_cv.mul_(-grad_logprobs_t[chunk.rows, None])

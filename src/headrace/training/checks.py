@@ -73,10 +73,19 @@ def _flaw(turn: Turn, newest: int, vocabulary: int | None) -> str | None:
 
 
 def check_batch(
-    batch: Batch, *, version: int, max_staleness: int | None, vocab_size: int, policy: str = "policy"
+    batch: Batch,
+    *,
+    version: int,
+    max_staleness: int | None,
+    vocab_size: int,
+    teacher_size: int | None = None,
+    policy: str = "policy",
 ) -> None:
     """Raise LawBroken where the batch breaks the staleness bound or its provenance is impossible, and RecordError
-    where a number in it cannot be trained on. Looks at `policy`'s turns; others have versions of their own."""
+    where a number in it cannot be trained on. Looks at `policy`'s turns; others have versions of their own.
+
+    `teacher_size`: of the vocabulary of a teacher, if there is one.
+    """
     if batch.version != version:
         raise LawBroken(
             "staleness",
@@ -120,19 +129,23 @@ def check_batch(
     if not np.isfinite(np.concatenate([turn.logprobs for _, turn in turns])).all():
         bad = next(episode for episode, turn in turns if not np.isfinite(turn.logprobs).all())
         raise _bad_number("log-prob", bad, "look at the engine that sampled it")
-    _check_tokens(batch, vocab_size)
+    _check_tokens(batch, vocab_size, "the vocabulary's", "sample and train with the same model and tokenizer")
+    if teacher_size is not None:
+        _check_tokens(batch, teacher_size, "the teacher's vocabulary's", "name a teacher with rows for all tokens")
 
 
-def _check_tokens(batch: Batch, vocab_size: int) -> None:
+def _check_tokens(batch: Batch, vocab_size: int, whose: str, remedy: str) -> None:
     """Every policy's turns: the others' are context."""
     columns = [(e, column) for e in batch.episodes for turn in e.turns for column in (turn.context, turn.tokens)]
     columns += [(e, turn.support.ids) for e in batch.episodes for turn in e.turns if turn.support is not None]
     tokens = np.concatenate([column for _, column in columns])
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
-        bad = next(e for e, column in columns if ((column < 0) | (column >= vocab_size)).any())
+        outside = ((e, column[(column < 0) | (column >= vocab_size)]) for e, column in columns)
+        bad, ids = next((e, ids) for e, ids in outside if len(ids))
         raise RecordError(
-            f"a token's id is at least 0 and below the vocabulary's size {vocab_size}; in {bad.id!r} one is not",
-            remedy="sample and train with the same model and tokenizer",
+            f"a token's id is at least 0 and below {whose} size {vocab_size}; in {bad.id!r} one is not",
+            int(ids[0]),
+            remedy,
         )
 
 

@@ -24,6 +24,8 @@ from headrace.training.packing import Packed
 
 
 class Teacher(Protocol):
+    vocab_size: int
+
     @property
     def version(self) -> int | None:
         """Of the policy, which it is; None: another model."""
@@ -62,6 +64,7 @@ class OtherModel:
     def __init__(self, config: TrainingConfig, folder: Path):
         self._frozen = open_backend(folder, msgspec.structs.replace(config, lora=None), frozen=True)
         self._frozen.check_hidden()
+        self.vocab_size = self._frozen.vocab_size
 
     @torch.no_grad()
     def say(self, packed: Packed) -> Said:
@@ -84,6 +87,7 @@ class _Snapshot(NamedTuple):
 class FormerSelf:
     def __init__(self, backend: Backend, config: DistillationConfig):
         self._backend, self._every = backend, config.every
+        self.vocab_size = backend.vocab_size
         self._now: _Snapshot | None = None
         self._next: _Snapshot | None = None
         """At first the same one."""

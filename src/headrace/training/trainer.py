@@ -106,6 +106,7 @@ class LocalTrainer:
             version=self.version,
             max_staleness=self._max_staleness,
             vocab_size=self.vocabulary,
+            teacher_size=None if self._teacher is None else self._teacher.vocab_size,
         )
         if self._teacher is not None:
             self._teacher.advance(self.step, self.version)

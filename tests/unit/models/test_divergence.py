@@ -207,6 +207,42 @@ def test_rows_that_only_one_of_them_has_are_left_out() -> None:
     )
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 2])
+@pytest.mark.parametrize(("divergence", "beta"), KINDS)
+@pytest.mark.parametrize("fewer", ["student", "teacher"])
+def test_ids_that_only_one_of_them_has_are_left_out_of_a_support_too(
+    fewer: str, divergence: str, beta: float, chunk_rows: int | None
+) -> None:
+    hidden, head, teacher = inputs_of("random").to(torch.float64)
+    rows = {"student": (6, V), "teacher": (V, 6)}[fewer]
+    # The third row has no id of both, the fourth all of them.
+    recorded = [[0, 3, 7], [8, 2], [6, 8], [], [1, 4]]
+    common = [[0, 3], [2], [], [0, 1, 2, 3, 4, 5], [1, 4]]
+    hidden = hidden[:5].detach().requires_grad_()
+    found, expected = (
+        divergences(
+            hidden,
+            head[: size[0]],
+            Said(teacher.hidden_te[:5], teacher.head_weight_ve[: size[1]]),
+            0.7,
+            (torch.tensor([i for row in ids for i in row]), torch.tensor([0, *map(len, ids)]).cumsum(0)),
+            divergence=divergence,  # type: ignore[arg-type]
+            beta=beta,
+            chunk_rows=chunk_rows,
+        )
+        for ids, size in ((recorded, rows), (common, (6, 6)))
+    )
+    kept = torch.tensor([0, 1, 3, 4])
+    assert torch.equal(found[kept], expected[kept])
+    assert found[2] == 0
+    gradients = [
+        torch.autograd.grad(one[kept].sum(), (hidden, head), retain_graph=True) for one in (found, expected)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert gradients[0][1][6:].abs().max() == 0
+    assert all(not gradient.any() for gradient in torch.autograd.grad(found[2], (hidden, head)))
+
+
 def test_a_student_like_its_teacher_is_at_no_distance_and_stays() -> None:
     hidden, head = torch.randn(T, D).requires_grad_(), torch.randn(V, D)
     for divergence in ("reverse", "forward", "jsd"):

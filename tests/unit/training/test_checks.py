@@ -69,6 +69,16 @@ def test_a_token_outside_the_vocabulary_is_refused(context: int, token: int) -> 
         check(turn(ints(context), ints(token), version=5))
 
 
+@pytest.mark.parametrize(("context", "token"), [(1, 8), (8, 1)])
+def test_a_token_that_the_teacher_does_not_know_is_refused(context: int, token: int) -> None:
+    known = batch_of([episode(turn(ints(7), ints(7)), id="the-one")], [1.0])
+    check_batch(known, version=0, max_staleness=None, vocab_size=10, teacher_size=8)
+    other = batch_of([episode(turn(ints(context), ints(token)), id="the-one")], [1.0])
+    check_batch(other, version=0, max_staleness=None, vocab_size=10)
+    with pytest.raises(RecordError, match=r"teacher's vocabulary's size 8; in 'the-one'.*got 8.*name a teacher"):
+        check_batch(other, version=0, max_staleness=None, vocab_size=10, teacher_size=8)
+
+
 GOOD = turn(ints(1), ints(2, 3), version=np.array([3, 5]), logprobs=np.array([-0.1, 1e-5]))
 
 

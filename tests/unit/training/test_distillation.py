@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from training_builders import batch_of, random_batch, tiny_model
+from training_builders import batch_of, episode, ints, random_batch, tiny_model, turn
 
-from headrace.errors import ConfigError, RunFolderError
+from headrace.errors import ConfigError, RecordError, RunFolderError
 from headrace.records import Batch
 from headrace.training.algorithms import DapoConfig, RlooConfig
 from headrace.training.config import (
@@ -120,6 +120,34 @@ def test_a_restored_trainer_has_the_teacher_it_had(tmp_path: Path) -> None:
 def test_a_teacher_may_have_rows_for_more_tokens_than_there_are(tmp_path: Path) -> None:
     mine, other = tiny_model(tmp_path / "mine"), tiny_model(tmp_path / "other", vocab_size=40)
     assert trainer(mine, DistillationConfig(teacher=str(other))).train(named(random_batch(0))).metrics["loss"] > 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("supported", [False, True], ids=["whole", "support"])
+def test_ids_that_the_teacher_does_not_have_are_left_out(tmp_path: Path, backend: str, supported: bool) -> None:
+    mine, other = tiny_model(tmp_path / "mine", vocab_size=40), tiny_model(tmp_path / "other", seed=5)
+    support = [[5, 1, 39], [3, 2, 33, 8], [31, 32]]
+    only = turn(ints(1, 2), ints(5, 3, 31), support=support if supported else None)
+    batch = batch_of([episode(only)], [0.0])
+    ours = distributions(LocalTrainer(TrainingConfig(device="cpu"), model=mine), batch)
+    theirs = distributions(LocalTrainer(TrainingConfig(device="cpu"), model=other), batch)
+    common = [[i for i in row if i < 32] for row in support] if supported else [list(range(32))] * 3
+    found = [
+        (q[ids].log_softmax(-1).exp() * (q[ids].log_softmax(-1) - p[ids].log_softmax(-1))).sum()
+        for q, p, ids in zip(ours, theirs, common, strict=True)
+    ]
+    report = trainer(mine, DistillationConfig(teacher=str(other)), backend=backend).train(batch)
+    assert report.metrics["teacher_divergence"] == pytest.approx(torch.stack(found).mean().item(), rel=1e-4)
+
+
+def test_a_token_that_the_teacher_does_not_have_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    mine, other = tiny_model(tmp_path / "mine", vocab_size=40), tiny_model(tmp_path / "other", seed=5)
+    owner = trainer(mine, DistillationConfig(teacher=str(other)))
+    before = {name: tensor.clone() for name, tensor in owner.tensors().items()}
+    with pytest.raises(RecordError, match=r"below the teacher's vocabulary's size 32; in 'e' one is not.*got 32"):
+        owner.train(batch_of([episode(turn(ints(1, 2), ints(5, 32)))], [0.0]))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in owner.tensors().items())
+    assert owner.version == 0
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
