@@ -74,17 +74,34 @@ def test_the_transformers_back_end_trains_what_the_native_engine_samples(project
 
 
 def test_a_policy_that_teaches_itself_changes_its_teacher_while_it_generates(project):
-    """The teacher is changed five times; the ledger says which one each episode was held against."""
+    """The teacher is changed five times; the ledger says which one each episode was held against. Requests always
+    wait, so the engine is idle only where something holds it up."""
     distillation = ("training.distillation.every=2", "training.distillation.rewards=true")
-    project.train(*(part for one in ("training.steps=14", *distillation) for part in ("--set", one)))
+    slow = ("engine.max_running=4", "environment.max_tokens=24")
+    project.train(*(part for one in ("training.steps=14", *distillation, *slow) for part in ("--set", one)))
     with sqlite3.connect(project.run / "ledger.sqlite") as db:
         rows = db.execute("SELECT DISTINCT trained_at, teacher FROM episodes WHERE state = 'trained' ORDER BY 1")
         teachers = dict(rows.fetchall())
     assert teachers == {at: max(0, at // 2 * 2 - 2) for at in range(14)}
     events = [json.loads(line) for line in (project.run / "events.jsonl").read_text().splitlines()]
-    assert [event["version"] for event in events if event["kind"] == "teacher"] == [0, 2, 4, 6, 8, 10]
+    first, *changes = [event for event in events if event["kind"] == "teacher"]
+    assert [event["version"] for event in (first, *changes)] == [0, 2, 4, 6, 8, 10]
     lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["teacher_divergence"] > 0 for line in lines[1:])
+    episodes = [stored.episode for stored in read_episodes(project.run)]
+    for change in changes:
+        before, after = lines[change["step"] - 2 : change["step"]]
+        took = after["time_s"] - before["time_s"]
+        received = [e.num_tokens for e in episodes if change["time"] - took < e.finished < change["time"]]
+        assert sum(received) > 0
+        assert after["gen_tokens_per_s"] > 0
+        spent = {state: after[f"engine_{state}_s"] - before[f"engine_{state}_s"] for state in ("busy", "idle")}
+        assert spent["busy"] > 0.5 * took
+        assert spent["idle"] + after["swap_pause_s"] < 0.25 * took
+    # Engines get versions of the policy and no others, and are never put to sleep.
+    published = [event["version"] for event in events if event["kind"] == "published"]
+    assert published == sorted(set(published))
+    assert {event.cause for e in episodes for turn in e.turns for event in turn.lineage} <= {"start", "swap"}
     assert_sound(project, steps=14)
 
 
