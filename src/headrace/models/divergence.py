@@ -16,8 +16,9 @@ from headrace.models.logprobs import CHUNK_ELEMENTS, Chunk, Support, chunks_of, 
 
 Divergence = Literal["forward", "reverse", "jsd"]
 
-# What lies between a chunk's logits and its sums is of so many elements at a time.
-_PART_ELEMENTS = 2**22
+# What lies between a chunk's logits and its sums is of so many elements at a time: what a cache holds, or on a GPU
+# what makes a launch worth while.
+_PART_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}
 # Beyond it one of two probabilities is nothing beside the other; its exponential is finite in float32.
 _FAR = 80.0
 
@@ -109,7 +110,7 @@ class _Both(NamedTuple):
 
     def parts(self) -> Iterator[_Both]:
         """Some rows at a time, with probabilities in place of log-probs: views, which may be written to."""
-        rows = max(1, _PART_ELEMENTS // self.student_cv.shape[1])
+        rows = max(1, _PART_ELEMENTS[self.student_cv.device.type] // self.student_cv.shape[1])
         for student_cv, teacher_cv, log_ratio_cv in zip(*(whole_cv.split(rows) for whole_cv in self), strict=True):
             student_cv.exp_()
             teacher_cv.exp_()

@@ -129,15 +129,18 @@ def check_batch(
     if not np.isfinite(np.concatenate([turn.logprobs for _, turn in turns])).all():
         bad = next(episode for episode, turn in turns if not np.isfinite(turn.logprobs).all())
         raise _bad_number("log-prob", bad, "look at the engine that sampled it")
-    _check_tokens(batch, vocab_size, "the vocabulary's", "sample and train with the same model and tokenizer")
-    if teacher_size is not None:
-        _check_tokens(batch, teacher_size, "the teacher's vocabulary's", "name a teacher with rows for all tokens")
-
-
-def _check_tokens(batch: Batch, vocab_size: int, whose: str, remedy: str) -> None:
-    """Every policy's turns: the others' are context."""
+    # Every policy's turns: the others' are context.
     columns = [(e, column) for e in batch.episodes for turn in e.turns for column in (turn.context, turn.tokens)]
-    columns += [(e, turn.support.ids) for e in batch.episodes for turn in e.turns if turn.support is not None]
+    supports = [(e, turn.support.ids) for e in batch.episodes for turn in e.turns if turn.support is not None]
+    same = "sample and train with the same model and tokenizer"
+    _check_tokens([*columns, *supports], vocab_size, "the vocabulary's", same)
+    if teacher_size is not None:
+        _check_tokens(
+            columns, teacher_size, "the teacher's vocabulary's", "name a teacher with rows for all tokens"
+        )
+
+
+def _check_tokens(columns: list[tuple[Episode, np.ndarray]], vocab_size: int, whose: str, remedy: str) -> None:
     tokens = np.concatenate([column for _, column in columns])
     if len(tokens) and (tokens.min() < 0 or tokens.max() >= vocab_size):
         outside = ((e, column[(column < 0) | (column >= vocab_size)]) for e, column in columns)

@@ -189,7 +189,7 @@ def test_a_chunk_s_rows_are_summed_some_at_a_time(divergence: str, monkeypatch: 
     inputs, given = inputs_of("random").to(torch.float64), support_of("some")[1]
     found = []
     for elements in (T * V, 3 * V, 1):
-        monkeypatch.setattr(under_test, "_PART_ELEMENTS", elements)
+        monkeypatch.setitem(under_test._PART_ELEMENTS, "cpu", elements)
         values = divergences(*inputs, 0.7, given, divergence=divergence)  # type: ignore[arg-type]
         found.append((values, *torch.autograd.grad(values.sum(), inputs[:2])))
     for other in found[1:]:
