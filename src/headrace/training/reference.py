@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headrace.errors import ConfigError
 from headrace.records import Batch
 from headrace.scoring import advantages_of
 from headrace.training.backends.base import Backend, open_backend
@@ -28,6 +29,12 @@ class Reference:
         self._frozen = backend
         if self._trained is None:
             self._frozen = open_backend(folder or model, msgspec.structs.replace(config, lora=None), frozen=True)
+        if self._frozen.vocab_size < backend.vocab_size:
+            raise ConfigError(
+                "a reference policy has a probability for every token that the policy can sample",
+                f"{self._frozen.vocab_size} tokens in {folder}, {backend.vocab_size} in the policy",
+                "name a training.reference.model with at least as large a vocabulary",
+            )
 
     @torch.no_grad()
     def logprobs(self, packed: Packed) -> Tensor:

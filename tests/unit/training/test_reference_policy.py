@@ -81,6 +81,12 @@ def test_a_reference_of_its_own_is_loaded_frozen(tmp_path: Path) -> None:
     assert owner.train(batch).metrics["reference_kl"] == pytest.approx(expected, rel=1e-4)
 
 
+def test_a_reference_that_lacks_tokens_is_refused(tmp_path: Path) -> None:
+    small = tiny_model(tmp_path / "small", vocab_size=24)
+    with pytest.raises(ConfigError, match="every token that the policy can sample"):
+        trainer(tiny_model(tmp_path / "own"), reference=ReferenceConfig(coefficient=0.1, model=str(small)))
+
+
 def test_as_a_reward_it_moves_advantages_and_leaves_rewards_as_they_were(tmp_path: Path) -> None:
     mine, other = tiny_model(tmp_path / "mine"), tiny_model(tmp_path / "other", seed=5)
     batch = named(random_batch(2))
