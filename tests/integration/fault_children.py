@@ -221,6 +221,7 @@ class _StandIn:
     """A trainer whose step is: other weights, under the next number."""
 
     between = False
+    vocabulary = 1
 
     def __init__(self, payload: str, device: torch.device):
         self.adapter, self._of = (ADAPTER, adapter) if payload == "adapter" else (None, weights)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from headrace import load_config, train
 from headrace.audit import run_audit
+from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
@@ -99,10 +100,11 @@ def test_after_every_acknowledgement_the_engine_serves_that_versions_bits(
 
     run = RunFolder(tmp_path / "run")
     published = run.read_events("published")
+    dtype = read_config(run.config).engine.dtype
     order = list(open_backend(small_model, config.training).parameters())
     for event in published:
         kept = load_file(run.versions / f"{event['version']:07d}.safetensors")
-        assert event["checksum"] == checksum({name: kept[name] for name in order}, config.engine.dtype)
+        assert event["checksum"] == checksum({name: kept[name] for name in order}, dtype)
         assert event["served"] == {"engine-0": event["checksum"]}
     versions = [event["version"] for event in published]
     assert versions == sorted(set(versions))
