@@ -57,19 +57,6 @@ class Ragged(NamedTuple):
     def keys_of(self, given: Tensor) -> Tensor:
         return given if self.rows is None else given.index_select(0, self.rows)
 
-    def gradient_of(self, given: Tensor, of_keys: Tensor) -> Tensor:
-        """Of what was given: for a row that is a key more than once their sum, in float32."""
-        if self.rows is None:
-            return of_keys
-        if self.occurrences is not None:
-            from headrace.kernels.rows import sum_rows
-
-            found = torch.empty(given.shape, dtype=given.dtype, device=given.device)
-            sum_rows(of_keys.contiguous(), *self.occurrences, found)
-            return found
-        total = torch.zeros(given.shape, dtype=torch.float32, device=given.device)
-        return total.index_add_(0, self.rows, of_keys.float()).to(given.dtype)
-
 
 def has_kernel(device: torch.device | str, dtype: torch.dtype, head_size: int) -> bool:
     """Whether it is one call indeed: FlashAttention's, of cards since Ampere."""
@@ -98,23 +85,36 @@ def _attend(q_thd: Tensor, k_kgd: Tensor, v_kgd: Tensor) -> Tensor:
 
 
 class _Flash(torch.autograd.Function):
-    """By FlashAttention's kernels, which PyTorch has. Keys are gathered again for the backward pass, not kept."""
+    """By FlashAttention's kernels, which PyTorch has. Keys are taken again for the backward pass, not kept, and
+    there each of their heads for every query head of it: PyTorch would do that too, and add up more slowly."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ragged: Ragged) -> Tensor:
         how = ragged.query_starts, ragged.key_starts, max(ragged.queries), max(ragged.keys), 0.0, True
-        out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(
-            q, ragged.keys_of(k), ragged.keys_of(v), *how, False
-        )
+        keys, values = _taken(k, v, ragged)
+        out, sums, random, unused, _ = torch.ops.aten._flash_attention_forward(q, keys, values, *how, False)
         ctx.save_for_backward(q, k, v, out, sums, random, unused)
         ctx.ragged, ctx.how = ragged, how
         return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
+        from headrace.kernels.rows import sum_rows
+
         q, k, v, out, sums, random, unused = ctx.saved_tensors
-        keys, values = ctx.ragged.keys_of(k), ctx.ragged.keys_of(v)
-        grad_q, of_keys, of_values = torch.ops.aten._flash_attention_backward(
+        repeats = q.shape[1] // k.shape[1]
+        keys, values = _taken(k, v, ctx.ragged, repeats)
+        grad_q, *of_both = torch.ops.aten._flash_attention_backward(
             grads[0].contiguous(), q, keys, values, out, sums, *ctx.how, random, unused
         )
-        return grad_q, ctx.ragged.gradient_of(k, of_keys), ctx.ragged.gradient_of(v, of_values), None
+        if ctx.ragged.rows is None and repeats == 1:
+            return grad_q, *of_both, None
+        of_keys, of_values = (one.contiguous() for one in of_both)
+        return grad_q, *sum_rows((of_keys, of_values), ctx.ragged.occurrences, len(k), repeats), None
+
+
+def _taken(k: Tensor, v: Tensor, ragged: Ragged, repeats: int = 1) -> tuple[Tensor, Tensor]:
+    """The keys and the values, each head so often."""
+    from headrace.kernels.rows import take_rows
+
+    return (k, v) if ragged.rows is None and repeats == 1 else take_rows((k, v), ragged.rows, repeats)

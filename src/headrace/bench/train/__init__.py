@@ -41,11 +41,12 @@ def run(
             named["over_transformers_eager"] = row.get("over_transformers")
             figures |= {f"{name}_{shape.strip()}": value for name, value in named.items() if value is not None}
     if "prefix" in wanted:
-        row = prefix.measure(device, work=prefix.Work(groups=1), rounds=rounds)
-        rows.append(row)
+        one = prefix.Work()
         if on_gpu:
-            figures["prefix_tree_speedup_one_group"] = row["speedup"]
-            row = prefix.measure(device, work=prefix.Work(groups=prefix.MANY), rounds=rounds)
-            rows.append(row)
-        figures |= {"prefix_tree_speedup": row["speedup"], "prefix_tree_token_saving": row["token_saving"]}
+            for shape in ("0.6b", "8b"):
+                rows.append(prefix.measure(device, work=one, shape=shape, rounds=rounds))
+                figures[f"prefix_tree_speedup_one_group_{shape}"] = rows[-1]["speedup"]
+        rows.append(prefix.measure(device, work=prefix.MANY if on_gpu else one, rounds=rounds))
+        figures["prefix_tree_speedup"] = rows[-1]["speedup"]
+        figures["prefix_tree_token_saving"] = rows[-1]["token_saving"]
     return result("train", rows, figures)

@@ -1,4 +1,4 @@
-"""Groups behind long prompts: whole training steps with their prefix trees and without, in turns."""
+"""Groups behind long prompts: whole training steps with their prefix trees and without."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from headrace.bench.batches import random_batch, random_tokens
 from headrace.bench.engine import drive
 from headrace.bench.engine.shapes import config_of, random_weights
 from headrace.bench.small_model import small_config
-from headrace.models import ModelConfig, random_model, save_model
+from headrace.bench.train.speed import LORA
+from headrace.models import ModelConfig, parameter_count, random_model, save_model
 from headrace.records import Batch
 from headrace.training.backends.native import NativeBackend
-from headrace.training.config import OptimizerConfig, TrainingConfig
+from headrace.training.config import LoraConfig, OptimizerConfig, TrainingConfig
 from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
 
 ROUNDS = 3
-MANY = 8
-"""Groups that fill a GPU; with one alone, a shared step's time is that of its launches."""
 SMALL = small_config(words=2048, hidden=256, layers=4, max_positions=4096)
 
 
@@ -38,44 +37,56 @@ class Work:
     completion: int = 256
 
 
-def measure(device: str, *, work: Work | None = None, rounds: int = ROUNDS, seed: int = 0) -> dict[str, Any]:
+MANY = Work(groups=8)
+"""Fill a GPU with a small model; with one group alone, a shared step's time is that of its launches."""
+
+
+def measure(
+    device: str, *, work: Work | None = None, shape: str = "0.6b", rounds: int = ROUNDS, seed: int = 0
+) -> dict[str, Any]:
+    """A row. The shape is a GPU's; elsewhere the model is `SMALL`."""
     work, place = work or Work(), drive.device_of(device)
     on_gpu = place.type == "cuda"
-    shape = config_of("0.6b") if on_gpu else SMALL
-    batch = _batch(work, shape.vocab_size, seed)
+    config, lora = (config_of(shape), LORA.get(shape)) if on_gpu else (SMALL, None)
+    batch = _batch(work, config.vocab_size, seed)
+    rows: dict[bool, int] = {}
+    gradients: dict[bool, torch.Tensor] = {}
+    seconds: dict[bool, float] = {}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        _write_model(Path(scratch), shape, place, seed)
-        shared_rows, gradient = _pass(_backend(Path(scratch), place, True), batch, work.episodes)
-        rows, unshared_gradient = _pass(_backend(Path(scratch), place, False), batch, work.episodes)
-        difference = float((gradient - unshared_gradient).norm() / unshared_gradient.norm())
-        del gradient, unshared_gradient
+        folder = Path(scratch)
+        _write_model(folder, config, place, seed)
         drive.free_memory()
-        trainers = {share: _trainer(Path(scratch), place, work, share) for share in (True, False)}
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    for number in range(rounds + 1):
-        for share, trainer in trainers.items():
-            report = trainer.train(msgspec.structs.replace(batch, step=number + 1, version=number))
-            seconds[share].append(report.seconds)
-    # The first of each warms up.
-    shared, unshared = (statistics.median(seconds[share][1:]) for share in (True, False))
+        # One after the other: activations of two passes may be more than the device has.
+        for share in (True, False):
+            rows[share], gradients[share] = _pass(_backend(folder, place, share, lora), batch, work.episodes)
+            drive.free_memory()
+            seconds[share] = _step_seconds(_trainer(folder, place, work, share, lora), batch, rounds)
+            drive.free_memory()
     return drive.kept(
         {
             "part": "prefix tree",
             "device": place.type,
-            "parameters": sum(p.numel() for p in trainers[True].tensors().values()),
+            "parameters": parameter_count(config),
+            "trains": "all" if lora is None else f"LoRA, rank {lora.rank}",
             "groups": work.groups,
             "episodes": work.episodes,
             "prompt": work.prompt,
             "completion": work.completion,
-            "tokens_unshared": rows,
-            "tokens_shared": shared_rows,
-            "token_saving": rows / shared_rows,
-            "step_ms_unshared": 1e3 * unshared,
-            "step_ms_shared": 1e3 * shared,
-            "speedup": unshared / shared,
-            "gradient_difference": difference,
+            "tokens_unshared": rows[False],
+            "tokens_shared": rows[True],
+            "token_saving": rows[False] / rows[True],
+            "step_ms_unshared": 1e3 * seconds[False],
+            "step_ms_shared": 1e3 * seconds[True],
+            "speedup": seconds[False] / seconds[True],
+            "gradient_difference": float((gradients[True] - gradients[False]).norm() / gradients[False].norm()),
         }
     )
+
+
+def _step_seconds(trainer: LocalTrainer, batch: Batch, rounds: int) -> float:
+    """Of a step; the first warms up."""
+    reports = [trainer.train(msgspec.structs.replace(batch, step=n + 1, version=n)) for n in range(rounds + 1)]
+    return statistics.median(report.seconds for report in reports[1:])
 
 
 def _batch(work: Work, vocabulary: int, seed: int) -> Batch:
@@ -89,12 +100,12 @@ def _write_model(folder: Path, shape: ModelConfig, place: torch.device, seed: in
     save_model(model, shape, folder)
 
 
-def _backend(folder: Path, place: torch.device, share: bool) -> NativeBackend:
+def _backend(folder: Path, place: torch.device, share: bool, lora: LoraConfig | None) -> NativeBackend:
     dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    return NativeBackend(folder, dtype=dtype, device=place, share_prefixes=share)
+    return NativeBackend(folder, dtype=dtype, device=place, share_prefixes=share, lora=lora)
 
 
-def _trainer(folder: Path, place: torch.device, work: Work, share: bool) -> LocalTrainer:
+def _trainer(folder: Path, place: torch.device, work: Work, share: bool, lora: LoraConfig | None) -> LocalTrainer:
     config = TrainingConfig(
         device="cuda" if place.type == "cuda" else "cpu",
         dtype="bfloat16" if place.type == "cuda" else "float32",
@@ -102,6 +113,7 @@ def _trainer(folder: Path, place: torch.device, work: Work, share: bool) -> Loca
         optimizer=OptimizerConfig(learning_rate=1e-7),
         micro_batch_tokens=work.episodes * (work.prompt + work.completion),
         share_prefixes=share,
+        lora=lora,
     )
     return LocalTrainer(config, model=folder)
 

@@ -35,7 +35,7 @@ class Work:
     """Of a micro-batch."""
     prompt: int = 256
     completion: int = 768
-    micro_batches: int = 4
+    micro_batches: int = 8
     steps: int = 4
     """Timed, after two that are not."""
 
