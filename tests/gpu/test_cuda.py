@@ -79,14 +79,9 @@ def test_the_quickstart_learns_on_the_gpu(tmp_path):
 
     run("examples/quickstart/prepare.py", str(tmp_path / "model"))
     config = "examples/quickstart/quickstart.toml"
-    sets = [
-        "--set",
-        f"model.path={tmp_path / 'model'}",
-        "--set",
-        "engine.device=cuda",
-        "--set",
-        "training.device=cuda",
-    ]
+    chosen = (f"model.path={tmp_path / 'model'}", *(f"{side}.device=cuda" for side in ("engine", "training")))
+    chosen += tuple(f"{side}.dtype=float32" for side in ("engine", "training"))
+    sets = [word for one in chosen for word in ("--set", one)]
     summary = run("-m", "headrace.cli.main", "train", config, "--run", str(tmp_path / "run"), "--json", *sets)
     assert json.loads(summary)["eval_before"] < 0.5
     assert json.loads(summary)["eval_after"] > 0.8
