@@ -101,8 +101,9 @@ def test_teachers_references_and_several_updates_run_there(tmp_path: Path, kerne
     assert all(np.isfinite(list(one.values())).all() for one in found)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path, dtype: torch.dtype, fused: bool) -> None:
     folder = tiny_model(tmp_path, "qwen3", **SHAPE)
     draw = np.random.default_rng(0)
     prompt = draw.integers(0, 4000, 256).astype(np.int32)
@@ -112,7 +113,9 @@ def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path, dtype: t
     ]
     packed = pack(training_sequences(batch_of(episodes, batch.advantages.tolist(), group_size=8)))
     exact = gradients(folder, packed, share_prefixes=False)[1]
-    shared, whole = (gradients(folder, packed, share_prefixes=share, dtype=dtype)[1] for share in (True, False))
+    shared, whole = (
+        gradients(folder, packed, share_prefixes=share, dtype=dtype, fused=fused)[1] for share in (True, False)
+    )
     for name, gradient in exact.items():
         if dtype == torch.float32:
             torch.testing.assert_close(shared[name], gradient, atol=1e-3, rtol=1e-3, msg=name)

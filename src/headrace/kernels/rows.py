@@ -34,6 +34,8 @@ def take_rows(given: Pair, rows: Tensor | None, repeats: int = 1) -> Pair:
     """Of both the rows named, or all in order, with each head repeated. A row's heads lie together."""
     first, second = given
     count, (_, heads, dim) = len(first) if rows is None else len(rows), first.shape
+    assert first.shape == second.shape
+    assert first.stride()[1:] == second.stride()[1:] == (dim, 1), "a row's heads lie together"
     taken = tuple(torch.empty(count, heads * repeats, dim, dtype=x.dtype, device=x.device) for x in given)
     width = heads * repeats * dim
     if count and width:
@@ -67,6 +69,7 @@ def sum_rows(values: Pair, found: Pair | None, count: int, repeats: int = 1) -> 
     contiguous."""
     _, heads, dim = values[0].shape
     heads //= repeats
+    assert all(one.is_contiguous() and one.shape == values[0].shape for one in values)
     summed = tuple(torch.empty(count, heads, dim, dtype=x.dtype, device=x.device) for x in values)
     starts, places = (None, None) if found is None else found
     width = heads * dim

@@ -102,6 +102,7 @@ class _Flash(torch.autograd.Function):
         from headrace.kernels.rows import sum_rows
 
         q, k, v, out, sums, random, unused = ctx.saved_tensors
+        assert (ctx.ragged.rows is None) == (ctx.ragged.occurrences is None)
         repeats = q.shape[1] // k.shape[1]
         keys, values = _taken(k, v, ctx.ragged, repeats)
         grad_q, *of_both = torch.ops.aten._flash_attention_backward(

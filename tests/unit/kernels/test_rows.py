@@ -37,8 +37,17 @@ def test_rows_are_taken_from_columns_of_a_wider_matrix():
     wide = both.view(6, 48)
     given = wide[:, :16].unflatten(1, (2, 8)), wide[:, 16:32].unflatten(1, (2, 8))
     rows = torch.tensor([5, 0, 5], device=DEVICE)
-    for found, one in zip(take_rows(given, rows), given, strict=True):
-        assert torch.equal(found, one[rows])
+    for repeats in (1, 2):
+        for found, one in zip(take_rows(given, rows, repeats), given, strict=True):
+            assert torch.equal(found, one[rows].repeat_interleave(repeats, 1))
+
+
+def test_heads_that_do_not_lie_together_are_refused():
+    apart = drawn(3, 2, 8)[0].transpose(0, 1)
+    with pytest.raises(AssertionError, match="lie together"):
+        take_rows((apart, apart), None)
+    with pytest.raises(AssertionError):
+        sum_rows((apart, apart), None, 2)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])

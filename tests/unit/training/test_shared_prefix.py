@@ -7,6 +7,7 @@ import pytest
 import torch
 from training_builders import batch_of, episode, ints, tiny_model, turn
 
+from headrace.models import Ops, TrainedOps
 from headrace.training.backends import native, shared_prefix
 from headrace.training.backends.shared_prefix import prefix_tree
 from headrace.training.packing import pack, training_sequences
@@ -34,11 +35,12 @@ def test_a_prefix_of_another_sequence_and_negative_order_are_no_trouble() -> Non
     assert tree.nodes_t[1] == tree.nodes_t[5]
 
 
+@pytest.mark.parametrize("ops", [None, TrainedOps()], ids=["reference", "fused"])
 @pytest.mark.parametrize(
     "way", [shared_prefix.SpreadContext, shared_prefix.BranchContext, shared_prefix.RaggedContext]
 )
 def test_sharing_changes_neither_log_probs_nor_gradients(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: type
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: type, ops: Ops | None
 ) -> None:
     least_pairs = 10**9 if way is shared_prefix.SpreadContext else -(10**9)
     monkeypatch.setattr(shared_prefix, "PAIRS_PER_CALL", least_pairs)
@@ -59,7 +61,7 @@ def test_sharing_changes_neither_log_probs_nor_gradients(
     results = []
     for least in (0.1, 2.0):
         monkeypatch.setattr(native, "MIN_SAVING", least)
-        backend = native.NativeBackend(tiny_model(tmp_path, "qwen3"))
+        backend = native.NativeBackend(tiny_model(tmp_path, "qwen3"), ops=ops)
         logprobs, _ = backend.token_logprobs(packed)
         (logprobs * torch.linspace(-1, 1, len(logprobs))).sum().backward()
         results.append((logprobs.detach(), {name: p.grad for name, p in backend.parameters().items()}))

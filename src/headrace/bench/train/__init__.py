@@ -8,7 +8,7 @@ Each part can be run alone: `--set parts=prefix`. On a CPU the shape is `tiny` u
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from headrace.bench import result
 from headrace.bench.engine import drive
@@ -22,7 +22,7 @@ def run(
     parts: str = ",".join(PARTS),
     shapes: str = "",
     device: str = "auto",
-    kernels: str = "fused",
+    kernels: Literal["fused", "reference"] = "fused",
     rounds: int = prefix.ROUNDS,
 ) -> dict[str, Any]:
     """Those of the parts that are asked for. `kernels` is the trainer's; `rounds` are of the prefix part."""
@@ -44,9 +44,10 @@ def run(
         one = prefix.Work()
         if on_gpu:
             for shape in ("0.6b", "8b"):
-                rows.append(prefix.measure(device, work=one, shape=shape, rounds=rounds))
+                rows.append(prefix.measure(device, work=one, shape=shape, rounds=rounds, kernels=kernels))
                 figures[f"prefix_tree_speedup_one_group_{shape}"] = rows[-1]["speedup"]
-        rows.append(prefix.measure(device, work=prefix.MANY if on_gpu else one, rounds=rounds))
+        work = prefix.MANY if on_gpu else one
+        rows.append(prefix.measure(device, work=work, rounds=rounds, kernels=kernels))
         figures["prefix_tree_speedup"] = rows[-1]["speedup"]
         figures["prefix_tree_token_saving"] = rows[-1]["token_saving"]
     return result("train", rows, figures)

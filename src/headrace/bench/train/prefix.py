@@ -6,7 +6,7 @@ import statistics
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from headrace.bench.small_model import small_config
 from headrace.bench.train.speed import LORA
 from headrace.models import ModelConfig, parameter_count, random_model, save_model
 from headrace.records import Batch
-from headrace.training.backends.native import NativeBackend
+from headrace.training.backends.base import Backend, open_backend
 from headrace.training.config import LoraConfig, OptimizerConfig, TrainingConfig
 from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
@@ -42,7 +42,13 @@ MANY = Work(groups=8)
 
 
 def measure(
-    device: str, *, work: Work | None = None, shape: str = "0.6b", rounds: int = ROUNDS, seed: int = 0
+    device: str,
+    *,
+    work: Work | None = None,
+    shape: str = "0.6b",
+    rounds: int = ROUNDS,
+    kernels: Literal["fused", "reference"] = "fused",
+    seed: int = 0,
 ) -> dict[str, Any]:
     """A row. The shape is a GPU's; elsewhere the model is `SMALL`."""
     work, place = work or Work(), drive.device_of(device)
@@ -58,9 +64,10 @@ def measure(
         drive.free_memory()
         # One after the other: activations of two passes may be more than the device has.
         for share in (True, False):
-            rows[share], gradients[share] = _pass(_backend(folder, place, share, lora), batch, work.episodes)
+            how = _training(place, work, share, lora, kernels)
+            rows[share], gradients[share] = _pass(open_backend(folder, how), batch, work.episodes)
             drive.free_memory()
-            seconds[share] = _step_seconds(_trainer(folder, place, work, share, lora), batch, rounds)
+            seconds[share] = _step_seconds(LocalTrainer(how, model=folder), batch, rounds)
             drive.free_memory()
     return drive.kept(
         {
@@ -100,25 +107,23 @@ def _write_model(folder: Path, shape: ModelConfig, place: torch.device, seed: in
     save_model(model, shape, folder)
 
 
-def _backend(folder: Path, place: torch.device, share: bool, lora: LoraConfig | None) -> NativeBackend:
-    dtype = torch.bfloat16 if place.type == "cuda" else torch.float32
-    return NativeBackend(folder, dtype=dtype, device=place, share_prefixes=share, lora=lora)
-
-
-def _trainer(folder: Path, place: torch.device, work: Work, share: bool, lora: LoraConfig | None) -> LocalTrainer:
-    config = TrainingConfig(
-        device="cuda" if place.type == "cuda" else "cpu",
-        dtype="bfloat16" if place.type == "cuda" else "float32",
+def _training(
+    place: torch.device, work: Work, share: bool, lora: LoraConfig | None, kernels: Literal["fused", "reference"]
+) -> TrainingConfig:
+    on_gpu = place.type == "cuda"
+    return TrainingConfig(
+        device="cuda" if on_gpu else "cpu",
+        dtype="bfloat16" if on_gpu else "float32",
         # A rate at which the second step's batch is still within reason.
         optimizer=OptimizerConfig(learning_rate=1e-7),
         micro_batch_tokens=work.episodes * (work.prompt + work.completion),
         share_prefixes=share,
         lora=lora,
+        kernels=kernels,
     )
-    return LocalTrainer(config, model=folder)
 
 
-def _pass(backend: NativeBackend, batch: Batch, episodes: int) -> tuple[int, torch.Tensor]:
+def _pass(backend: Backend, batch: Batch, episodes: int) -> tuple[int, torch.Tensor]:
     """(rows that enter the model, gradient of its log-probs' weighted sum as one vector), group after group."""
     rows: list[int] = []
 
@@ -126,6 +131,10 @@ def _pass(backend: NativeBackend, batch: Batch, episodes: int) -> tuple[int, tor
         if isinstance(module, torch.nn.Embedding):
             rows.append(args[0].numel())
 
+    parameters = backend.parameters().values()
+    for parameter in parameters:
+        # There from the beginning, as an optimizer has it: kernels add to it.
+        parameter.grad = torch.zeros_like(parameter)
     sequences = training_sequences(batch)
     hook = torch.nn.modules.module.register_module_forward_pre_hook(count)
     try:
@@ -135,5 +144,5 @@ def _pass(backend: NativeBackend, batch: Batch, episodes: int) -> tuple[int, tor
             (logprobs_n * torch.from_numpy(packed.advantages_n).to(logprobs_n)).sum().backward()
     finally:
         hook.remove()
-    found = [p.grad.flatten().float() for p in backend.parameters().values() if p.grad is not None]
+    found = [p.grad.flatten() for p in parameters if p.grad is not None]
     return sum(rows), torch.cat(found)
