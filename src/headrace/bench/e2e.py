@@ -1,7 +1,7 @@
 """`headrace bench e2e`: generation and training on one device, beside what each reaches there alone.
 
     alone            the engine, its slots always full: g tokens a second; the trainer: t
-    synchronous      each batch is generated and then trained on, at several sizes
+    synchronous      each batch is generated and then trained on; sizes are doubled while that gains something
     asynchronous     both go on at once, side by side
     turns            the same with `placement = "turns"`: while a batch is trained the engine sleeps
 
@@ -9,7 +9,8 @@ Taking turns without any loss the two train on 1 / (1/g + 1/t) tokens a second, 
 kernels of both run at the same time, more is possible. A synchronous run loses the time in which fewer and fewer
 sequences run (`tail_s`) and that in which neither side works (`waiting_s`): without these it would be faster by the
 gain that is allowed. What the asynchronous run reaches of that differs from what it reaches of the ideal by the
-trainer's speed alone, there the synchronous run's own. Lengths are log-normal, as in the engine's request mix.
+trainer's speed alone, there the synchronous run's own, and hardly depends on the size. Lengths are log-normal, as
+in the engine's request mix.
 
 On a CPU the two have half of the cores each, taking turns all of them, so that there are rows and no figures.
 """
@@ -25,7 +26,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -58,6 +59,8 @@ from headrace.training.remote import RemoteTrainer
 
 PARTS = ("async", "turns", "sync")
 NAMES = {"async": "asynchronous", "turns": "asynchronous, in turns", "sync": "synchronous"}
+ENOUGH = 0.05
+"""Sizes of synchronous batches end with the first that gains less."""
 LOOKS = 20
 """At the engine alone: how many sequences run."""
 
@@ -80,7 +83,8 @@ class Load:
     skipped: int = 5
     left_out: int = 3
     """Steps of the asynchronous run; how many of them fill the pipeline, and how many drain it."""
-    sync_groups: tuple[int, ...] = (64, 128, 256)
+    sync_groups: tuple[int, ...] = (64, 128, 256, 512, 1024)
+    """Of a synchronous batch, until one gains less than `ENOUGH`."""
     sync_steps: int = 2
     """Counted of each synchronous run, after a first one."""
     warm_s: float = 6.0
@@ -134,13 +138,13 @@ def run(
     if sync_groups:
         load = replace(load, sync_groups=tuple(int(number) for number in str(sync_groups).split(",")))
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
-        return _measure(_Bench(Path(scratch), load, place, seed), wanted)
+        return _measure(_Bench(Path(scratch), load, place, seed), wanted, enough=None if sync_groups else ENOUGH)
 
 
-def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
+def _measure(bench: _Bench, wanted: list[str], enough: float | None) -> dict[str, Any]:
     load = bench.load
     engine, running, trainer = asyncio.run(bench.alone())
-    ideal = ideal_rate(engine, trainer)
+    alone = Alone(engine, trainer)
     rows = [
         drive.kept(
             {
@@ -149,7 +153,7 @@ def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
                 "running": running,
                 "engine_tokens_per_s": engine,
                 "trainer_tokens_per_s": trainer,
-                "ideal_tokens_per_s": ideal,
+                "ideal_tokens_per_s": alone.ideal,
             }
         )
     ]
@@ -157,7 +161,9 @@ def _measure(bench: _Bench, wanted: list[str]) -> dict[str, Any]:
     runs: dict[str, list[dict[str, Any]]] = {part: [] for part in PARTS}
     for part in (part for part in PARTS if part in wanted):
         for groups in load.sync_groups if part == "sync" else (load.groups,):
-            runs[part].append(drive.kept(row_of(NAMES[part], groups, bench.run(groups, part), engine, ideal)))
+            runs[part].append(drive.kept(row_of(NAMES[part], groups, bench.run(groups, part), alone)))
+            if enough is not None and not still_gains(runs[part], enough):
+                break
     if bench.place.type == "cuda" and runs["async"]:
         figures = figures_of(runs["async"][0], runs["sync"], runs["turns"])
     return result("e2e", [*rows, *itertools.chain(*runs.values())], figures)
@@ -177,17 +183,28 @@ def figures_of(
     return figures
 
 
-def ideal_rate(engine: float, trainer: float) -> float:
-    """Tokens a second of a device whose time goes to one or the other, and to nothing else."""
-    return 1 / (1 / engine + 1 / trainer)
+def still_gains(rows: list[dict[str, Any]], enough: float) -> bool:
+    """Whether the last was that much faster than the one before."""
+    rates = [row["trained_tokens_per_s"] for row in rows]
+    return len(rates) < 2 or rates[-1] >= (1 + enough) * rates[-2]
 
 
-def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: float) -> dict[str, Any]:
-    """Where the time of a step went. `engine_rate`: tokens a second of an engine whose slots are full.
+class Alone(NamedTuple):
+    """Tokens a second, the engine's with its slots full."""
 
-    Where both work at once, what one is busy for (`generation_s`, `training_s`) contains its waits for the other's
-    kernels.
-    """
+    engine: float
+    trainer: float
+
+    @property
+    def ideal(self) -> float:
+        """Of a device whose time goes to one or the other, and to nothing else."""
+        return 1 / (1 / self.engine + 1 / self.trainer)
+
+
+def row_of(name: str, groups: int, seen: Window, alone: Alone) -> dict[str, Any]:
+    """Where the time of a step went. What each side is busy for longer than alone (`…_beyond_s`) is, where both
+    work at once, their waits for each other's kernels; in a synchronous run the engine's is the tail; in turns it is
+    also the caches that are computed again."""
     row = {
         "part": "runs",
         "run": name,
@@ -196,9 +213,11 @@ def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: floa
         "step_s": seen.wall_s / seen.steps,
         "trained_tokens_per_s": seen.tokens_per_s,
         "error_frac": seen.error_frac,
-        "over_ideal": seen.tokens_per_s / ideal,
+        "over_ideal": seen.tokens_per_s / alone.ideal,
         "generation_s": seen.engine["busy"] / seen.steps,
+        "generation_beyond_s": (seen.engine["busy"] - seen.tokens / alone.engine) / seen.steps,
         "training_s": seen.trainer["busy"] / seen.steps,
+        "training_beyond_s": (seen.trainer["busy"] - seen.tokens / alone.trainer) / seen.steps,
         "engine_idle_frac": seen.engine["idle"] / seen.wall_s,
         "trainer_idle_frac": seen.trainer["idle"] / seen.wall_s,
         "engine_overhead_frac": seen.engine["overhead"] / seen.wall_s,
@@ -207,7 +226,7 @@ def row_of(name: str, groups: int, seen: Window, engine_rate: float, ideal: floa
         "staleness_max": seen.staleness_max,
     }
     if name == "synchronous":
-        tail = seen.engine["busy"] - seen.tokens / engine_rate
+        tail = seen.engine["busy"] - seen.tokens / alone.engine
         waiting = seen.wall_s - seen.engine["busy"] - seen.trainer["busy"]
         row |= {"tail_s": tail / seen.steps, "waiting_s": waiting / seen.steps}
         row["gain_allowed"] = seen.wall_s / (seen.wall_s - tail - waiting)

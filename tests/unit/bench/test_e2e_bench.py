@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headrace.bench.e2e import TINY, Load, figures_of, ideal_rate, row_of, run
+from headrace.bench.e2e import TINY, Alone, Load, figures_of, row_of, run, still_gains
 from headrace.bench.window import Window, window
 from headrace.cli.bench import BENCHMARKS
 from headrace.errors import ConfigError
@@ -35,18 +35,29 @@ def test_a_window_is_what_lies_between_the_first_and_the_last_steps() -> None:
 
 
 def test_a_device_that_does_both_is_as_fast_as_their_times_together_allow() -> None:
-    assert ideal_rate(300.0, 600.0) == pytest.approx(200.0)
+    assert Alone(300.0, 600.0).ideal == pytest.approx(200.0)
+
+
+def test_sizes_are_doubled_until_one_gains_little() -> None:
+    def gains(*rates: float) -> bool:
+        return still_gains([{"trained_tokens_per_s": rate} for rate in rates], 0.05)
+
+    assert gains(100.0)
+    assert gains(100.0, 106.0)
+    assert not gains(80.0, 100.0, 104.0)
 
 
 def test_a_synchronous_run_is_allowed_to_gain_its_tail_and_its_waits() -> None:
     busy = {"idle": 0.0, "overhead": 0.0}
     seen = Window(2, 20.0, 1000, 0.1, {"busy": 12.0, **busy}, {"busy": 5.0, **busy}, 0.0, 0)
-    row = row_of("synchronous", 8, seen, engine_rate=200.0, ideal=100.0)
-    # At full speed 1,000 tokens take 5 s of the 12; for 3 s nobody worked.
+    alone = Alone(engine=200.0, trainer=250.0)
+    row = row_of("synchronous", 8, seen, alone)
+    # At full speed 1,000 tokens take 5 s of the engine's 12 and 4 of the trainer's 5; for 3 s nobody worked.
     assert (row["tail_s"], row["waiting_s"]) == (3.5, 1.5)
+    assert (row["generation_beyond_s"], row["training_beyond_s"]) == (3.5, 0.5)
     assert row["gain_allowed"] == 20.0 / (5.0 + 5.0)
-    assert (row["trained_tokens_per_s"], row["over_ideal"], row["step_s"]) == (50.0, 0.5, 10.0)
-    assert "gain_allowed" not in row_of("asynchronous", 8, seen, 200.0, 100.0)
+    assert (row["trained_tokens_per_s"], row["over_ideal"], row["step_s"]) == (50.0, pytest.approx(0.45), 10.0)
+    assert "gain_allowed" not in row_of("asynchronous", 8, seen, alone)
 
 
 def test_figures_are_of_the_fastest_synchronous_run() -> None:
@@ -78,7 +89,7 @@ def test_the_engine_is_full_when_it_is_alone_and_a_run_is_set_beside_it() -> Non
     alone, asynchronous = found["rows"]
     assert BENCHMARKS["e2e"] == "headrace.bench.e2e:run"
     assert 0.8 * TINY.running < alone["running"] <= TINY.running
-    assert alone["ideal_tokens_per_s"] == ideal_rate(alone["engine_tokens_per_s"], alone["trainer_tokens_per_s"])
+    assert alone["ideal_tokens_per_s"] == Alone(alone["engine_tokens_per_s"], alone["trainer_tokens_per_s"]).ideal
     assert asynchronous["over_ideal"] == asynchronous["trained_tokens_per_s"] / alone["ideal_tokens_per_s"]
     assert 0 < asynchronous["staleness_mean"] <= asynchronous["staleness_max"] <= TINY.max_staleness
     assert found["figures"] == {}, "there are none of a CPU"

@@ -1,7 +1,8 @@
 """Whole training steps of a packed batch: how much of the device's arithmetic they use, beside `transformers`.
 
 Model FLOPs are 6 · N for each token of full training and 4 · N where an adapter is trained, N being the model's
-parameters; what attention takes, and what is computed again, counts for nothing.
+parameters; what attention takes, and what is computed again, counts for nothing. The head counts for all tokens,
+though ours runs over those that are trained alone; `transformers` with its own loss computes it for all.
 """
 
 from __future__ import annotations
