@@ -15,9 +15,8 @@ from headrace.bench import result
 Lines = Mapping[str, dict[str, Any]]
 """Cells that have ended, by name."""
 
-# One-sided quantiles of Student's t, by degrees of freedom.
-T95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
-T975 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
+KEPT_BESIDE = 3
+"""Kept points on either side over which the picture's curves are averaged."""
 COLOURS = {0: "#2e8b57", 1: "#2463a8", 4: "#e07b21", 16: "#c0392b"}
 DISTILLED = "#6b3fa0"
 DASHES = {"none": "-", "tis": "--", "decoupled": ":"}
@@ -40,8 +39,8 @@ def of(lines: Lines) -> dict[str, Any]:
                 "accuracy_before": statistics.mean(line["accuracy_before"] for line in alike),
                 "accuracy_mean": statistics.mean(found),
                 "lost_mean": statistics.mean(lost) if lost else None,
-                "lost_low95": bound(lost, -1, T95),
-                "lost_high95": bound(lost, 1, T95),
+                "lost_low95": bound(lost, -1),
+                "lost_high95": bound(lost, 1),
                 "staleness_mean": statistics.mean(row[3] for line in alike for row in line["curve"]),
                 "kl_mean": statistics.mean(row[4] for line in alike for row in line["curve"]),
                 "steps": alike[0]["curve"][-1][0],
@@ -58,14 +57,14 @@ def of(lines: Lines) -> dict[str, Any]:
 def figures(lines: Lines) -> dict[str, float]:
     found = {}
     ways = {line["way"] for line in lines.values() if line["lag"] == 4 and line["way"] != "none"}
-    # The better of two corrections: 95 % for the least of two bounds take 97.5 % for each.
-    quantiles = {1: T95, 2: T975}[len(ways)] if ways else {}
-    bounds = [high for way in ways if (high := bound(losses(lines, 4, way), 1, quantiles)) is not None]
+    # The best of several corrections: 95 % for the least of two bounds take 97.5 % for each.
+    level = 1 - 0.05 / max(1, len(ways))
+    bounds = [high for way in ways if (high := bound(losses(lines, 4, way), 1, level)) is not None]
     if bounds:
         found["lag4_loss_bound95"] = min(bounds)
     if uncorrected := losses(lines, 16, "none"):
         found["lag16_uncorrected_reward_gap"] = statistics.mean(uncorrected)
-    if (high := bound(losses(lines, 0, "none", teacher=True), 1, T95)) is not None:
+    if (high := bound(losses(lines, 0, "none", teacher=True), 1)) is not None:
         found["distillation_gain_bound95"] = -high
     return found
 
@@ -84,12 +83,33 @@ def losses(lines: Lines, lag: int, way: str, teacher: bool = False) -> list[floa
     return [fresh[line["seed"]] - line["accuracy"] for line in alike if line["seed"] in fresh]
 
 
-def bound(lost: list[float], side: int, quantiles: Mapping[int, float]) -> float | None:
+def bound(lost: list[float], side: int, level: float = 0.95) -> float | None:
     """Of the mean, from above (side 1) or below (-1); None of fewer than two."""
     if len(lost) < 2:
         return None
     error = statistics.stdev(lost) / math.sqrt(len(lost))
-    return statistics.mean(lost) + side * quantiles[len(lost) - 1] * error
+    # To the three places of printed tables, so that it can be checked by hand.
+    return statistics.mean(lost) + side * round(student_quantile(level, len(lost) - 1), 3) * error
+
+
+def student_quantile(level: float, freedom: int) -> float:
+    """One-sided, of Student's t; `level` from 0.5 on."""
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _student_share(middle, freedom) < level else (low, middle)
+    return math.sqrt(freedom) * math.tan(low)
+
+
+def _student_share(angle: float, freedom: int) -> float:
+    """What is below t = sqrt(freedom) * tan(angle): Abramowitz and Stegun, 26.7.3 and 26.7.4."""
+    odd = freedom % 2
+    term, total = math.cos(angle) ** odd, 0.0
+    for power in range(odd, freedom - 1, 2):
+        total += term
+        term *= (power + 1) / (power + 2) * math.cos(angle) ** 2
+    within = math.sin(angle) * total
+    return (1 + (2 / math.pi * (angle + within) if odd else within)) / 2
 
 
 def kind(row: Mapping[str, Any]) -> str:
@@ -132,10 +152,22 @@ def picture(file: Path) -> bytes:
         mean = row["accuracy_mean"]
         ends = [mean - min(row["accuracies"])], [max(row["accuracies"]) - mean]
         panels[2].errorbar([mean], [name], xerr=ends, fmt="o", capsize=3, color=colour)
-    for panel, title in zip(panels, ("Reward by step", "Reward by seconds", "Held out, at the end"), strict=True):
+    titles = ("Reward by step", "Reward by time", "Held out, at the end")
+    across = ("training step", "seconds", "accuracy of held-out tasks")
+    for panel, title, label in zip(panels, titles, across, strict=True):
         panel.set_title(title, loc="left")
+        panel.set_xlabel(label)
         panel.grid(color="#e6e8eb")
         panel.spines[["top", "right"]].set_visible(False)
+    for panel in panels[:2]:
+        panel.set_ylabel("reward of training batches, smoothed")
+    apart = round(seen["step"][-1] / len(seen["step"]))
+    drawing.supxlabel(
+        f"Curves: means of seeds (times: medians) at one step in {apart}, each point the mean of "
+        f"{2 * KEPT_BESIDE + 1} around it, of fewer towards the ends; first and last as they were. "
+        "Bars: least and most of seeds.",
+        fontsize=9,
+    )
     panels[2].invert_yaxis()
     panels[0].legend(frameon=False, fontsize=8)
     kept = io.BytesIO()
@@ -143,8 +175,11 @@ def picture(file: Path) -> bytes:
     return kept.getvalue()
 
 
-def smooth(values: list[float], width: int = 3) -> list[float]:
-    return [statistics.mean(values[max(0, i - width) : i + width + 1]) for i in range(len(values))]
+def smooth(values: list[float], beside: int = KEPT_BESIDE) -> list[float]:
+    """A moving mean over as many on either side; fewer near the ends, which stay what they are."""
+    last = len(values) - 1
+    reaches = [min(beside, i, last - i) for i in range(len(values))]
+    return [statistics.mean(values[i - reach : i + reach + 1]) for i, reach in enumerate(reaches)]
 
 
 def _one(values: Iterable[Any]) -> Any:

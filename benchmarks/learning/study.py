@@ -11,12 +11,13 @@ A cell is one run of `learning.toml` with its own staleness, correction and seed
 and of the sampling, while the model that cells begin with, the facts and the tasks are the same for all. Each that
 ends adds a line to cells.jsonl in the study's folder; `run` begins with those that have none, and may be stopped at
 any time. One that was stopped on its way begins anew: resumed, it would have lost what was in flight, and with it
-its staleness.
+its staleness. All lines of a folder are of the same models and settings; others are refused.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import math
 import os
@@ -276,22 +277,81 @@ def told(study: Path, cell: Cell) -> dict[str, Any]:
     }
 
 
+def in_common(study: Path, sets: list[str]) -> dict[str, Any]:
+    """What all cells of a study have in common: the settings given, and digests of the models' weights."""
+    digests = {}
+    for name in ("model", "teacher"):
+        weights = sorted((study / name).glob("*.safetensors"))
+        if not weights:
+            raise SystemExit(f"{study / name} has no weights: run `prepare` first")
+        digest = hashlib.sha256()
+        for file in weights:
+            digest.update(file.read_bytes())
+        digests[name] = digest.hexdigest()[:16]
+    return {"sets": sets, "models": digests}
+
+
+def refuse_others(lines: list[dict[str, Any]]) -> None:
+    """Lines that say nothing of what was asked, as older ones do, agree only with each other."""
+    common = [{key: line.get(key) for key in ("sets", "models")} for line in lines]
+    for line, one in zip(lines, common, strict=True):
+        if one != common[0]:
+            raise SystemExit(
+                "cells of one folder have the same settings and models, but "
+                f"{lines[0]['name']} has {json.dumps(common[0])} and {line['name']} has {json.dumps(one)}: "
+                "take another folder for one of them"
+            )
+
+
 def done(study: Path) -> dict[str, dict[str, Any]]:
     file = study / "cells.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    return {line["name"]: line for line in map(json.loads, lines)}
+    # What follows the last line's end was cut off while it was written: that cell is not done.
+    whole, _, cut = (file.read_bytes() if file.exists() else b"").rpartition(b"\n")
+    if cut:
+        print(f"{file}: its last line is unfinished and left out", file=sys.stderr, flush=True)
+    lines = [json.loads(line) for line in whole.splitlines()]
+    refuse_others(lines)
+    return {line["name"]: line for line in lines}
 
 
-def run(study: Path, together: int, seconds: float, sets: list[str], most: int | None) -> None:
+def keep(study: Path, line: dict[str, Any]) -> None:
+    """Adds a line, in the place of an unfinished one."""
+    with (study / "cells.jsonl").open("ab+") as file:
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
+        file.write(json.dumps(line).encode() + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def run(study: Path, together: int, seconds: float, sets: list[str], most: int | None) -> list[str]:
+    """Names of the cells that failed."""
     until = time.monotonic() + seconds
-    waiting = [cell for cell in cells() if cell.name not in done(study)][:most]
+    lines = done(study)
+    common = in_common(study, sets)
+    refuse_others([*lines.values(), {"name": "this run", **common}])
+    waiting = [cell for cell in cells() if cell.name not in lines][:most]
     running: list[Running] = []
+    failed: list[str] = []
+    terminated: list[int] = []
+    # Only noted: raised in `begin`, it would miss the cell that is about to run.
+    before = signal.signal(signal.SIGTERM, lambda number, _: terminated.append(number))
     try:
-        while (waiting or running) and time.monotonic() < until:
+        while (waiting or running) and time.monotonic() < until and not terminated:
             while waiting and len(running) < together:
                 running.append(begin(study, waiting.pop(0), sets))
             time.sleep(0.2)
-            running = [one for one in running if not ended(study, one)]
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                if one.process.returncode:
+                    log = study / "cells" / f"{one.cell.name}.log"
+                    print(f"{one.cell.name} failed: see {log}", file=sys.stderr, flush=True)
+                    failed.append(one.cell.name)
+                    continue
+                line = told(study, one.cell) | common
+                keep(study, line)
+                seen = f"{line['accuracy']:.3f} in {line['seconds']:.0f} s"
+                print(f"{one.cell.name}: {seen}", file=sys.stderr, flush=True)
     finally:
         for one in running:
             one.process.send_signal(signal.SIGINT)
@@ -299,21 +359,11 @@ def run(study: Path, together: int, seconds: float, sets: list[str], most: int |
             try:
                 one.process.wait(60)
             except subprocess.TimeoutExpired:
-                one.process.kill()
-
-
-def ended(study: Path, one: Running) -> bool:
-    """Whether it has, and then its line is kept."""
-    if one.process.poll() is None:
-        return False
-    if one.process.returncode:
-        print(f"{one.cell.name} failed: see its log", file=sys.stderr, flush=True)
-        return True
-    line = told(study, one.cell)
-    with (study / "cells.jsonl").open("a") as file:
-        file.write(json.dumps(line) + "\n")
-    print(f"{one.cell.name}: {line['accuracy']:.3f} in {line['seconds']:.0f} s", file=sys.stderr, flush=True)
-    return True
+                os.killpg(one.process.pid, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, before)
+    if terminated:
+        raise SystemExit(128 + signal.SIGTERM)
+    return failed
 
 
 def main() -> None:
@@ -331,7 +381,8 @@ def main() -> None:
     if given.what == "prepare":
         prepare(given.study, {"model": given.student, "teacher": given.teacher}, given.device)
     elif given.what == "run":
-        run(given.study, given.together, given.seconds, given.set, given.most)
+        if failed := run(given.study, given.together, given.seconds, given.set, given.most):
+            raise SystemExit(f"{len(failed)} failed: {', '.join(failed)}")
     elif given.what == "report":
         print(json.dumps(report.of(done(given.study))))
     else:
