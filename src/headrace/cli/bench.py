@@ -5,20 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+from headrace.cli.benchmarks import BENCHMARKS
 from headrace.cli.output import console, facts_of, number, only_json, print_json, table_of
 from headrace.config.overrides import parse_override
 from headrace.errors import ConfigError
 from headrace.references import resolve
-
-BENCHMARKS = {
-    "loop": "headrace.bench.loop:run",
-    "engine": "headrace.bench.engine:run",
-    "sync": "headrace.bench.sync:run",
-    "mask": "headrace.bench.mask:run",
-    "train": "headrace.bench.train:run",
-    "e2e": "headrace.bench.e2e:run",
-}
-"""Each is a function of keyword options that returns bench, hardware, commit, rows and figures."""
 
 
 def command(name: str, sets: list[str], *, json: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.benchmarks import BENCHMARKS
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on standard output, nothing else there.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=VALUE", help="Override one value.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder, such as runs/quickstart.")]
+Benchmark = Annotated[str, typer.Argument(metavar="NAME", help=f"What to measure: {', '.join(BENCHMARKS)}.")]
 
 
 def _version(wanted: bool) -> None:
@@ -103,7 +105,7 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="What to measure: loop, engine or sync.")],
+    name: Benchmark,
     sets: Sets = None,
     json: Json = False,
 ) -> None:

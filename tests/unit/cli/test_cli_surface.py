@@ -50,6 +50,10 @@ except SystemExit as end:
     assert seconds < 1
 
 
+def test_the_help_of_bench_names_every_benchmark(headrace: Callable[..., Answer]) -> None:
+    assert "What to measure: loop, engine, sync, mask, train, e2e." in headrace("bench", "--help").out
+
+
 def test_the_installed_command_is_this_one() -> None:
     done = subprocess.run([sys.executable, "-m", "headrace.cli.main", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"headrace {package.__version__}\n")
