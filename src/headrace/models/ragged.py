@@ -41,6 +41,8 @@ class Ragged(NamedTuple):
         device: torch.device | str,
         rows: Tensor | None = None,
     ) -> Ragged:
+        if not queries or min(queries) <= 0:
+            raise ValueError(f"a packed batch needs sequences of at least one token, got {list(queries)}")
         query_starts, key_starts = (
             upload(torch.tensor([0, *counts]).cumsum(0, dtype=torch.int32), device) for counts in (queries, keys)
         )

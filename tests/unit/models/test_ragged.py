@@ -67,6 +67,13 @@ def test_a_row_may_be_a_key_of_several_sequences(heads):
         torch.testing.assert_close(one, another, rtol=2e-2, atol=2e-2 if DEVICE == "cuda" else 1e-6)
 
 
+@pytest.mark.parametrize("queries", [[], [3, 0]], ids=str)
+def test_sequences_without_queries_are_refused(queries):
+    with pytest.raises(ValueError, match="a packed batch needs sequences of at least one token, got ") as refusal:
+        Ragged.of(queries, queries, DEVICE)
+    assert str(refusal.value).endswith(str(queries))
+
+
 def test_there_is_a_kernel_for_half_precision_on_newer_gpus_alone(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert has_kernel("cuda", torch.bfloat16, 128)
