@@ -131,6 +131,8 @@ class Progress:
     """What `version` was restored from, when it is a new number for old weights."""
     recorded: bool = False
     """Whether the ledger has `version` already."""
+    teacher: int | None = None
+    """In self-distillation: the version that the policy learned from last."""
     best: float | None = None
     evaluations: list[dict[str, float]] = field(default_factory=list)
 
@@ -144,7 +146,6 @@ class Pipeline:
         self.progress = progress
         self._stopping = asyncio.Event()
         self._alarms = Alarms()
-        self._teacher: int | None = None
         self.publication = Publication(
             config.sync,
             PublicationParts(
@@ -264,8 +265,8 @@ class Pipeline:
             return await self.parts.trainer.train(batch)
 
     def _notice_teacher(self, report: StepReport) -> None:
-        if report.teacher != self._teacher:
-            self._teacher = report.teacher
+        if report.teacher != self.progress.teacher:
+            self.progress.teacher = report.teacher
             self.parts.telemetry.event("teacher", step=report.step, version=report.teacher)
 
     async def _next_batch(self) -> Batch | None:
@@ -478,6 +479,7 @@ class Pipeline:
         state = {
             "step": progress.step,
             "version": progress.version,
+            "teacher": progress.teacher,
             "best": progress.best,
             "evaluations": list(progress.evaluations),
             "tasks": {"position": parts.tasks.position, "returned": [*self._groups.places, *parts.tasks.returned]},

@@ -40,6 +40,8 @@ def open_session(ledger: Ledger, state: dict[str, Any] | None) -> Start:
     first = ledger.next_sequence()
     if state is None:
         return Start(session, progress, first)
+    # Checkpoints from before it was kept have none.
+    progress.teacher = state.get("teacher")
     progress.best = state["best"]
     progress.evaluations = list(state["evaluations"])
     tasks = state["tasks"]

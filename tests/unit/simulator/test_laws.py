@@ -17,7 +17,7 @@ from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
-from headrace.errors import HeadraceError, LawBroken
+from headrace.errors import ComponentDied, HeadraceError, LawBroken
 from headrace.pipeline import Parts
 from headrace.records import Group, Sampling, Support, Turn
 from headrace.rollout.config import PythonTasks
@@ -133,6 +133,37 @@ def test_a_run_without_anything_to_learn_ends_with_the_reason():
     with pytest.raises(HeadraceError, match="of the last 116 groups none had anything to learn from") as ended:
         simulate(RESAMPLING, Costs(), seed=5, tamper=tamper)
     assert "resample = false" in str(ended.value)
+
+
+@pytest.mark.parametrize(
+    ("kept", "changes"),
+    [(True, [(1, 0), (5, 2), (7, 4), (9, 6)]), (False, [(1, 0), (5, 2), (7, 4), (8, 4), (9, 6)])],
+    ids=["kept", "from a checkpoint before it was kept"],
+)
+def test_a_teacher_that_a_resumed_run_still_has_is_no_change(kept, changes):
+    """The trainer dies before step 8, in the middle of a teacher's turn."""
+    training = msgspec.structs.replace(STEADY.training, steps=10, checkpoint_every=1)
+    lives = []
+
+    def teach(parts: Parts):
+        train, checkpoints = parts.trainer.train, parts.trainer._world.checkpoints
+        lives.append(parts)
+
+        async def taught(batch):
+            if batch.step == 8 and len(lives) == 1:
+                assert checkpoints[-1][0]["teacher"] == 4
+                if not kept:
+                    del checkpoints[-1][0]["teacher"]
+                raise ComponentDied("trainer", "on purpose")
+            report = await train(batch)
+            return msgspec.structs.replace(report, teacher=max(0, (batch.step - 1) // 2 * 2 - 2))
+
+        parts.trainer.train = taught
+
+    outcome = simulate(msgspec.structs.replace(STEADY, training=training), Costs(), seed=3, tamper=teach)
+    assert outcome.lives == 2
+    events = [event for event in outcome.world.events if event["kind"] == "teacher"]
+    assert [(event["step"], event["version"]) for event in events] == changes
 
 
 def test_alarms_are_events_with_advice():
