@@ -249,7 +249,7 @@ class Pipeline:
             self.parts.journal.train(batch, produced, training.epochs, report.teacher)
             self._notice_teacher(report)
             self.parts.journal.check()
-            self.parts.telemetry.batch(batch, produced.number)
+            self.parts.telemetry.batch(batch, produced.number, report.teacher)
             self._steps_done.put_nowait((report, self._at_step_end()))
             await self._after_step(produced)
 

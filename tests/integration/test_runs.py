@@ -88,7 +88,9 @@ def test_a_policy_that_teaches_itself_changes_its_teacher_while_it_generates(pro
     assert [event["version"] for event in (first, *changes)] == [0, 2, 4, 6, 8, 10]
     lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
     assert all(line["teacher_divergence"] > 0 for line in lines[1:])
-    episodes = [stored.episode for stored in read_episodes(project.run)]
+    recorded = list(read_episodes(project.run))
+    assert {stored.trained_version: stored.teacher for stored in recorded} == teachers
+    episodes = [stored.episode for stored in recorded]
     for change in changes:
         before, after = lines[change["step"] - 2 : change["step"]]
         took = after["time_s"] - before["time_s"]

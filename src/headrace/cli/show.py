@@ -68,6 +68,7 @@ def summary(stored: StoredEpisode) -> dict[str, Any]:
         "reward": episode.reward,
         "advantage": stored.advantage,
         "trained_version": stored.trained_version,
+        "teacher": stored.teacher,
         "versions": [episode.version_min, episode.version_max],
         "lag": stored.lag,
         "stop": [turn.stop for turn in episode.turns],
@@ -96,7 +97,10 @@ def picture(stored: StoredEpisode, decode: Decode | None) -> Panel:
         f"   {episode.num_tokens} tokens, {', '.join(turn.stop for turn in episode.turns)}"
         f"   {episode.finished - episode.started:.2f} s\n"
     )
-    head.append(f"trained at version {stored.trained_version} (step {stored.step}), lag {stored.lag}, produced by ")
+    head.append(f"trained at version {stored.trained_version} (step {stored.step}), lag {stored.lag}, ")
+    if stored.teacher is not None:
+        head.append(f"teacher version {stored.teacher}, ")
+    head.append("produced by ")
     versions = sorted({int(version) for turn in episode.turns for version in turn.versions})
     for place, version in enumerate(versions):
         head.append(", " if place else "versions " if len(versions) > 1 else "version ")

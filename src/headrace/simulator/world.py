@@ -204,7 +204,7 @@ class SimTelemetry:
     def event(self, kind: str, **fields: Any) -> None:
         self._world.events.append({"kind": kind, **fields})
 
-    def batch(self, batch: Batch, produced: int) -> None:
+    def batch(self, batch: Batch, produced: int, teacher: int | None = None) -> None:
         self._world.batches.append((batch, produced))
 
     async def close(self) -> None: ...

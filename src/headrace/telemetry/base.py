@@ -18,8 +18,8 @@ class Telemetry(Protocol):
         """One line of events.jsonl, stamped with the time: started, published, evaluated, dropped, …"""
         ...
 
-    def batch(self, batch: Batch, produced: int) -> None:
-        """The episodes one step trained on, and the version it produced."""
+    def batch(self, batch: Batch, produced: int, teacher: int | None = None) -> None:
+        """The episodes one step trained on, and the version it produced. `teacher`: as in its StepReport."""
         ...
 
     async def close(self) -> None:

@@ -36,6 +36,8 @@ class StoredEpisode(NamedTuple):
     advantage: float
     text: str | None
     """What the policy wrote, every turn of it; None when the run had no tokenizer to read it with."""
+    teacher: int | None = None
+    """In self-distillation: the version it was held against."""
 
     @property
     def lag(self) -> int:
@@ -53,7 +55,11 @@ def is_kept(group_id: str, fraction: float) -> bool:
 
 
 def episode_lines(
-    batch: Batch, produced: int, keep: Callable[[Group], bool], decode: Decode | None
+    batch: Batch,
+    produced: int,
+    keep: Callable[[Group], bool],
+    decode: Decode | None,
+    teacher: int | None = None,
 ) -> Iterator[bytes]:
     """One line for each episode of the groups to keep."""
     place = 0
@@ -71,6 +77,7 @@ def episode_lines(
                 "step": batch.step,
                 "trained_version": batch.version,
                 "produced_version": produced,
+                "teacher": teacher,
                 "task": _task(episode.task),
                 "reward": _float(episode.reward),
                 "advantage": _float(advantage),
@@ -190,6 +197,8 @@ def _stored(line: dict[str, Any]) -> StoredEpisode:
         produced_version=line["produced_version"],
         advantage=float(line["advantage"]),
         text=line["text"],
+        # Runs from before it was written here have it in the ledger alone.
+        teacher=line.get("teacher"),
     )
 
 

@@ -86,13 +86,13 @@ class FolderTelemetry:
         now = self._clock()
         self._queue.put(lambda: self._write_event(kind, now, fields))
 
-    def batch(self, batch: Batch, produced: int) -> None:
+    def batch(self, batch: Batch, produced: int, teacher: int | None = None) -> None:
         size = _column_bytes(batch)
         with self._pending_lock:
             fits = self._pending == 0 or self._pending + size <= self._pending_limit
             self._pending += size if fits else 0
         if fits:
-            self._queue.put(lambda: self._write_batch(batch, produced, size))
+            self._queue.put(lambda: self._write_batch(batch, produced, teacher, size))
         else:
             self.event(
                 "episodes_not_recorded", step=batch.step, groups=len(batch.groups), why="the disk is too slow"
@@ -143,12 +143,12 @@ class FolderTelemetry:
             watcher = self._watcher
             self._attempt("progress", lambda: watcher.event(kind, fields))
 
-    def _write_batch(self, batch: Batch, produced: int, size: int) -> None:
-        self._attempt("episodes", lambda: self._write_episodes(batch, produced))
+    def _write_batch(self, batch: Batch, produced: int, teacher: int | None, size: int) -> None:
+        self._attempt("episodes", lambda: self._write_episodes(batch, produced, teacher))
         with self._pending_lock:
             self._pending -= size
 
-    def _write_episodes(self, batch: Batch, produced: int) -> None:
+    def _write_episodes(self, batch: Batch, produced: int, teacher: int | None) -> None:
         kept = {group.id for group in batch.groups if is_kept(group.id, self.recording.episodes)}
 
         def keep(group: Group) -> bool:
@@ -160,7 +160,7 @@ class FolderTelemetry:
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(".partial")
             with partial.open("wb") as file:
-                for line in episode_lines(batch, produced, keep, self._decode and self._read):
+                for line in episode_lines(batch, produced, keep, self._decode and self._read, teacher):
                     file.write(line)
                     written += 1
             os.replace(partial, target)

@@ -44,7 +44,7 @@ def episode(name: str, text: str, versions: list[int], reward: float, seconds: f
 
 @pytest.fixture
 def run(project: Path) -> Path:
-    """A run of two steps and three episodes."""
+    """A run of two steps and three episodes, the last of them held against a teacher."""
     folder = project.parent / "runs" / "run"
     folder.mkdir(parents=True)
     (folder / "config.toml").write_text(dump_config(read_config(project)))
@@ -56,7 +56,8 @@ def run(project: Path) -> Path:
     for step, episodes in enumerate(batches):
         group = Group(id=f"group-{step}", sequence=step, task=episodes[0].task, episodes=tuple(episodes))
         advantages = np.array([one.reward - 0.5 for one in episodes], np.float32)
-        telemetry.batch(Batch(step=step + 1, version=5, groups=(group,), advantages=advantages), produced=6)
+        batch = Batch(step=step + 1, version=5, groups=(group,), advantages=advantages)
+        telemetry.batch(batch, produced=6, teacher=[None, 4][step])
     asyncio.run(telemetry.close())
     return folder
 
@@ -98,6 +99,7 @@ def test_show_as_json_has_the_facts_of_an_episode(run: Path, headrace: Headrace)
         "reward": 0.0,
         "advantage": -0.5,
         "trained_version": 5,
+        "teacher": None,
         "versions": [2, 3],
         "lag": 3,
         "stop": ["stop"],
@@ -111,6 +113,13 @@ def test_show_prints_prompt_completion_reward_versions_and_lag(run: Path, headra
     out = headrace("show", run, "--worst", "-n", "1").out
     for words in ("1+1=", "three", "reward 0", "advantage -0.500", "5 tokens, stop", "lag 3", "versions 2, 3"):
         assert words in out
+
+
+def test_show_names_the_teacher_of_an_episode_that_had_one(run: Path, headrace: Headrace) -> None:
+    found = json.loads(headrace("show", run, "--json").out)["episodes"]
+    assert {one["id"]: one["teacher"] for one in found} == {"right": None, "wrong": None, "half": 4}
+    assert "lag 0, teacher version 4, produced by version 5" in headrace("show", run, "-n", "1").out
+    assert "lag 3, produced by versions 2, 3" in headrace("show", run, "--worst", "-n", "1").out
 
 
 def test_show_colours_tokens_by_the_version_that_wrote_them(run: Path) -> None:

@@ -41,6 +41,17 @@ def test_how_an_episode_was_trained_is_stored_beside_it(tmp_path: Path) -> None:
     assert first.lag == 6 - int(first.episode.version_min or 0)
 
 
+def test_the_teacher_is_stored_beside_an_episode_where_there_is_one(tmp_path: Path) -> None:
+    file = RunFolder(tmp_path).step_file(1)
+    file.parent.mkdir()
+    batch = make_batch(step=1)
+    lines = [next(episode_lines(batch, 7, lambda group: True, None, teacher)) for teacher in (0, None)]
+    before_it_was_kept = msgspec.json.decode(lines[1])
+    del before_it_was_kept["teacher"]
+    file.write_bytes(b"".join([*lines, msgspec.json.encode(before_it_was_kept) + b"\n"]))
+    assert [one.teacher for one in read_episodes(tmp_path)] == [0, None, None]
+
+
 @pytest.mark.parametrize(
     "values",
     [
