@@ -202,9 +202,9 @@ class Alone(NamedTuple):
 
 
 def row_of(name: str, groups: int, seen: Window, alone: Alone) -> dict[str, Any]:
-    """Where the time of a step went. What each side is busy for longer than alone (`…_beyond_s`) is, where both
-    work at once, their waits for each other's kernels; in a synchronous run the engine's is the tail; in turns it is
-    also the caches that are computed again."""
+    """Where the time of a step went. What a side is busy for longer than alone (`…_beyond_s`): where both work at
+    once it waits for the other's kernels; a synchronous run's engine has its tail; in turns caches are computed
+    again."""
     row = {
         "part": "runs",
         "run": name,
