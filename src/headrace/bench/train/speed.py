@@ -46,7 +46,7 @@ class Work:
         return self.micro_batches * self.sequences * (self.prompt + self.completion - 1)
 
 
-TINY = Work(sequences=2, prompt=8, completion=8, micro_batches=2, steps=1)
+TINY = Work(sequences=2, prompt=8, completion=8, micro_batches=2, steps=20)
 LORA = {"8b": LoraConfig(rank=32)}
 """Shapes whose optimizer's state would not fit beside their weights."""
 
