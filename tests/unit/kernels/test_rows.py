@@ -42,6 +42,12 @@ def test_rows_are_taken_from_columns_of_a_wider_matrix():
             assert torch.equal(found, one[rows].repeat_interleave(repeats, 1))
 
 
+def test_a_single_head_lies_together_whatever_its_stride():
+    first, second = (x.as_strided((4, 1, 8), (8, 999, 1)) for x in drawn(4, 1, 8))
+    for found, one in zip(take_rows((first, second), None, 2), (first, second), strict=True):
+        assert torch.equal(found, one.repeat_interleave(2, 1))
+
+
 def test_heads_that_do_not_lie_together_are_refused():
     apart = drawn(3, 2, 8)[0].transpose(0, 1)
     with pytest.raises(AssertionError, match="lie together"):
