@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import torch
 from training_builders import batch_of, random_batch, tiny_model
 
+from headrace.bench.batches import random_batch as bench_batch
+from headrace.bench.batches import random_tokens
 from headrace.records import Batch
 from headrace.training.backends.native import NativeBackend
 from headrace.training.config import (
@@ -104,24 +105,22 @@ def test_teachers_references_and_several_updates_run_there(tmp_path: Path, kerne
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_shared_prompt_gives_the_same_gradients_there(tmp_path: Path, dtype: torch.dtype, fused: bool) -> None:
-    folder = tiny_model(tmp_path, "qwen3", **SHAPE)
-    draw = np.random.default_rng(0)
-    prompt = draw.integers(0, 4000, 256).astype(np.int32)
-    batch = named(random_batch(1, episodes=8, vocab=4000))
-    episodes = [
-        e.with_(turns=(msgspec.structs.replace(e.turns[0], context=prompt),), id=e.id) for e in batch.episodes
-    ]
-    packed = pack(training_sequences(batch_of(episodes, batch.advantages.tolist(), group_size=8)))
+    """Eight completions of 256 tokens behind a prompt of 2,048, by layers as wide as those of 0.6 B parameters."""
+    wide = {
+        "hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "head_dim": 128, "max_position_embeddings": 4096, "initializer_range": 0.02,
+    }  # fmt: skip
+    folder = tiny_model(tmp_path, "qwen3", **SHAPE | wide)
+    dice = np.random.default_rng(0)
+    packed = pack(training_sequences(bench_batch(dice, 4000, [[(random_tokens(dice, 4000, 2048), 256)] * 8])))
     exact = gradients(folder, packed, share_prefixes=False)[1]
     shared, whole = (
         gradients(folder, packed, share_prefixes=share, dtype=dtype, fused=fused)[1] for share in (True, False)
     )
     for name, gradient in exact.items():
-        if dtype == torch.float32:
-            torch.testing.assert_close(shared[name], gradient, atol=1e-3, rtol=1e-3, msg=name)
-        else:
-            away, usual = ((one[name] - gradient).norm() / gradient.norm() for one in (shared, whole))
-            assert away < 1.5 * usual + 1e-3, name
+        away, usual = (float((one[name] - gradient).norm() / gradient.norm()) for one in (shared, whole))
+        print(f"{name}: {away:.2e} from float32, {usual:.2e} unshared")
+        assert away < (1e-4 if dtype == torch.float32 else 1.5 * usual + 1e-3), name
 
 
 def test_exactness_survives_fifty_steps(tmp_path: Path) -> None:
