@@ -80,10 +80,12 @@ class GatedSilu(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:
-        gate, up = (x.float() for x in ctx.saved_tensors)
+        # Once: with recomputed layers they are gone afterwards.
+        saved = ctx.saved_tensors
+        dtype = saved[0].dtype
+        gate, up = (x.float() for x in saved)
         share, grad = torch.sigmoid(gate), grad.float()
         grad_gate = grad * up * share * (1 + gate * (1 - share))
-        dtype = ctx.saved_tensors[0].dtype
         return None, grad_gate.to(dtype), (grad * gate * share).to(dtype)
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -50,6 +51,15 @@ def test_its_gradients_are_those_of_a_fast_one_within_rounding(tmp_path: Path, d
         assert expected is not None
         apart = float((results[1][name] - expected).norm() / expected.norm())  # type: ignore[operator]
         assert apart < (1e-5 if dtype == "float32" else 0.05), name
+
+
+def test_layers_computed_again_have_the_very_gradients(tmp_path: Path) -> None:
+    folder, packed, results = tiny_model(tmp_path, "qwen3"), group_batches()[0], []
+    for recompute in (False, True):
+        backend = open_backend(folder, msgspec.structs.replace(EXACT, recompute=recompute))
+        backend.token_logprobs(packed)[0].sum().backward()
+        results.append({name: p.grad for name, p in backend.parameters().items()})
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
 
 
 def test_exact_numerics_need_the_native_definition_of_the_model() -> None:
