@@ -16,6 +16,7 @@ HeadraceError
 │   └── Superseded             the version to be published has been replaced by a later one
 ├── ComponentDied              a process of the run ended when it should not have
 ├── DeadlineExceeded           a wait passed its deadline: who waited, for whom, how long
+├── GaveUp                     nothing that the run samples can be trained on; it ended in order
 └── LawBroken                  one of the laws does not hold; always a bug, never retried
 """
 
@@ -127,6 +128,10 @@ class DeadlineExceeded(HeadraceError):
     def __init__(self, who: str, whom: str, seconds: float, look_at: str):
         super().__init__(f"{who} waited {seconds:.1f} s for {whom}, past its deadline", remedy=look_at)
         self.args = (who, whom, seconds, look_at)
+
+
+class GaveUp(HeadraceError):
+    pass
 
 
 class LawBroken(HeadraceError):

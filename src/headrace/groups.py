@@ -13,7 +13,7 @@ from typing import Any
 from headrace.buffer.base import Buffer, Ticket
 from headrace.config.run import RunConfig
 from headrace.engine.base import Sampler
-from headrace.errors import HeadraceError
+from headrace.errors import GaveUp
 from headrace.ledger import Journal
 from headrace.records import Episode, Group, Task
 from headrace.rollout.base import EpisodeRequest, Rollouts
@@ -40,9 +40,15 @@ class GroupsParts:
 class Groups:
     """Those that were admitted, until the trainer takes them or they are dropped."""
 
-    def __init__(self, config: RunConfig, parts: GroupsParts, newest: Callable[[], int]):
-        """`newest`: the highest version that a token can have by now."""
-        self._config, self._parts, self._newest = config, parts, newest
+    def __init__(
+        self,
+        config: RunConfig,
+        parts: GroupsParts,
+        newest: Callable[[], int],
+        give_up: Callable[[GaveUp], None],
+    ):
+        """`newest`: the highest version that a token can have by now. `give_up` is told when nothing succeeds."""
+        self._config, self._parts, self._newest, self._give_up = config, parts, newest, give_up
         self._running: dict[int, _Running] = {}
         """By the ticket's sequence."""
         self._failures_in_row = 0
@@ -156,19 +162,22 @@ class Groups:
     def _count_failure(self, reason: str, group: Group, episodes: Sequence[Episode]) -> None:
         """A run in which nothing succeeds ends with the reason, rather than burning tasks for ever."""
         self._failures_in_row += 1
-        if self._failures_in_row >= 8 * self._config.training.groups_per_batch + 100:
-            if reason == "equal_rewards":
-                raise HeadraceError(
-                    f"of the last {self._failures_in_row} groups none had anything to learn from",
-                    f"all rewards are {group.episodes[0].reward:g} in the last",
-                    "give it tasks neither solved nor hopeless, or set training.algorithm.resample = false",
-                )
+        if self._failures_in_row < 8 * self._config.training.groups_per_batch + 100:
+            return
+        if reason == "equal_rewards":
+            why = GaveUp(
+                f"of the last {self._failures_in_row} groups none had anything to learn from",
+                f"all rewards are {group.episodes[0].reward:g} in the last",
+                "begin a run with checkpoints/final, the model so far, and tasks neither solved nor hopeless",
+            )
+        else:
             last = next(e for e in reversed(episodes) if e.failure)
-            raise HeadraceError(
+            why = GaveUp(
                 f"the last {self._failures_in_row} groups all failed",
                 f"{last.failure}: {last.detail}",
-                "look at the environment, the scorer and events.jsonl",
+                "look at the environment, the scorer and events.jsonl; --resume goes on",
             )
+        self._give_up(why)
 
 
 @dataclass

@@ -34,7 +34,7 @@ from headrace.buffer.base import Buffer
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine, Sampler
 from headrace.engine.pool import EnginePool
-from headrace.errors import DeadlineExceeded, HeadraceError
+from headrace.errors import DeadlineExceeded, GaveUp, HeadraceError
 from headrace.evaluation import Evaluation, evaluate
 from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
@@ -45,7 +45,7 @@ from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
-from headrace.telemetry.alarms import Alarms
+from headrace.telemetry.alarms import RULES, Alarms
 from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
@@ -145,7 +145,9 @@ class Pipeline:
         self.parts = parts
         self.progress = progress
         self._stopping = asyncio.Event()
-        self._alarms = Alarms()
+        self._gave_up: GaveUp | None = None
+        taught = config.training.learns_from_rewards
+        self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
         self.publication = Publication(
             config.sync,
             PublicationParts(
@@ -176,6 +178,7 @@ class Pipeline:
                 vocabulary=parts.vocabulary,
             ),
             newest=lambda: progress.version,
+            give_up=self._give_up,
         )
         parts.buffer.on_late = self._groups.cut
 
@@ -196,6 +199,11 @@ class Pipeline:
     def stop(self) -> None:
         """End after the current step, with a checkpoint."""
         self._stopping.set()
+
+    def _give_up(self, why: GaveUp) -> None:
+        """End in the same way, and then with the reason."""
+        self._gave_up = why
+        self.stop()
 
     @property
     def stopped_early(self) -> bool:
@@ -227,6 +235,8 @@ class Pipeline:
                 self._steps_done.put_nowait(None)
             await report
         await self._finish()
+        if self._gave_up is not None and self.stopped_early:
+            raise self._gave_up
 
     # ── admit: tasks → tickets → groups ──────────────────────────────────────────────────────────────────
 
@@ -283,11 +293,10 @@ class Pipeline:
             stop.cancel()
         self._groups.taken(groups)
         how, control = self.config.training.algorithm.recipe, self.config.training.shuffle_rewards
-        if control:
-            groups = shuffle_rewards(groups, seed=self.config.seed + version)
+        rewarded = shuffle_rewards(groups, seed=self.config.seed + version) if control else groups
         # Lengths would be a signal.
         overlong = None if control else how.overlong
-        found = advantages(groups, baseline=how.baseline, scale=how.scale, overlong=overlong)
+        found = advantages(rewarded, baseline=how.baseline, scale=how.scale, overlong=overlong)
         return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=found)
 
     async def _take(self) -> tuple[int, list[Group]]:
@@ -467,7 +476,7 @@ class Pipeline:
             await self._settled(self._evaluation)
         self._groups.drop("shutdown" if self.stopped_early else "run_finished")
         await self._checkpoint()
-        if not self.stopped_early:
+        if not self.stopped_early or self._gave_up is not None:
             await self.parts.trainer.export(self.parts.vault.final())
         self.parts.journal.check()
         self.parts.journal.finish()

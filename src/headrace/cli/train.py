@@ -39,7 +39,7 @@ def command(file: Path, sets: list[str], folder: Path | None, *, resume: bool, o
 
 def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     facts = [
-        ("steps", f"{summary.get('steps', 0):,} in {summary.get('seconds', 0.0):,.1f} s"),
+        ("steps", _steps(summary)),
         ("accuracy", f"{accuracy(summary.get('eval_before'))} → {accuracy(summary.get('eval_after'))}"),
         ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
         ("episodes", ledger_line(summary.get("ledger") or {})),
@@ -49,6 +49,12 @@ def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     ]
     ended = "Finished" if summary.get("finished", True) else "Stopped early (--resume goes on)"
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
+
+
+def _steps(summary: dict[str, Any]) -> str:
+    done, begun = summary.get("steps", 0), summary.get("first_step", 0)
+    seconds = f"in {summary.get('seconds', 0.0):,.1f} s"
+    return f"{done:,} {seconds}" if not begun else f"{done:,}, of which {done - begun:,} {seconds}"
 
 
 def myself() -> str:

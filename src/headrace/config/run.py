@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
@@ -151,12 +152,7 @@ class RunConfig(Config):
                 f"{self.environment.max_tokens} >= {self.engine.max_context}",
                 "lower environment.max_tokens or raise engine.max_context",
             )
-        if self.environment.sampling.temperature == 0:
-            raise ConfigError(
-                "training samples with a temperature above 0: greedy completions of a group are all the same",
-                0,
-                "set environment.sampling.temperature",
-            )
+        self._check_exploration()
         if self.placement == "turns" and self.sync.min_interval_s > 0:
             raise ConfigError(
                 'placement = "turns" publishes while engines sleep, and sync.min_interval_s would keep them asleep',
@@ -165,6 +161,30 @@ class RunConfig(Config):
             )
         self._check_payload()
         self._check_transport()
+
+    def _check_exploration(self) -> None:
+        """Where completions of a group are all the same, or a teacher is its pupil, nothing is ever learned."""
+        sampling, teacher = self.environment.sampling, self.training.distillation
+        for key, value, greedy in (
+            ("temperature", sampling.temperature, 0),
+            ("top_k", sampling.top_k, 1),
+            ("min_p", sampling.min_p, 1),
+        ):
+            if value == greedy:
+                raise ConfigError(
+                    f"training samples, and environment.sampling.{key} = {greedy} takes the likeliest token: "
+                    "completions of a group are all the same",
+                    value,
+                    f"set environment.sampling.{key}",
+                )
+        if teacher is None or teacher.teacher is None or self.training.learns_from_rewards:
+            return
+        if Path(teacher.teacher).absolute() == Path(self.model.path).absolute():
+            raise ConfigError(
+                "training.distillation.teacher is another model than model.path, or nothing ever moves the policy",
+                teacher.teacher,
+                "name another, or set training.distillation.rewards = true",
+            )
 
     def _check_transport(self) -> None:
         if self.sync.transport == "in_process":
@@ -189,7 +209,12 @@ class RunConfig(Config):
                 if lora is None
                 else 'with training.lora only the adapter changes, which sync.payload = "adapter" publishes'
             )
-            raise ConfigError(rule, self.payload, "set training.lora, or leave sync.payload out")
+            remedy = (
+                "leave sync.payload out, or training.lora"
+                if lora
+                else "leave sync.payload out, or set training.lora"
+            )
+            raise ConfigError(rule, self.payload, remedy)
         if lora is None:
             return
         if lora.rank > self.served_engine.max_adapter_rank:

@@ -11,7 +11,8 @@ from headrace.config.dump import dump_config
 from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, RunFolderError
-from headrace.orchestration.gpu import has_bfloat16_gpu
+from headrace.orchestration.gpu import has_bfloat16_gpu, may_have_gpu
+from headrace.orchestration.vault import checkpointed_step
 from headrace.telemetry.folder import RunFolder
 
 MAY_CHANGE = ("training.steps", "evaluation", "limits", "recording", "name")
@@ -20,6 +21,7 @@ MAY_CHANGE = ("training.steps", "evaluation", "limits", "recording", "name")
 
 def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> RunConfig:
     """The run's folder, held by this process, with the resolved configuration in it, which is returned."""
+    check_devices(config)
     if resume:
         if not run.exists():
             raise RunFolderError(
@@ -36,12 +38,27 @@ def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool)
         stored = read_config(run.config)
         config = resolved(config, stored)
         refuse_other_run(stored, config)
+        refuse_fewer_steps(run, config)
     else:
         config = resolved(config)
         run.make(overwrite=overwrite)
     run.hold()
     run.config.write_text(dump_config(config), encoding="utf-8")
     return config
+
+
+def check_devices(config: RunConfig) -> None:
+    """Raise ConfigError where a GPU is asked for and there is none."""
+    for setting, asked in (
+        ('engine.device = "cuda"', config.engine.device == "cuda"),
+        ('training.device = "cuda"', config.training.device == "cuda"),
+        ('sync.transport = "cuda_ipc"', config.sync.transport == "cuda_ipc"),
+    ):
+        if asked and not may_have_gpu():
+            raise ConfigError(
+                f"{setting} needs a GPU, and the driver finds none",
+                remedy="leave it out, or look at what `headrace doctor` finds",
+            )
 
 
 def resolved(config: RunConfig, stored: RunConfig | None = None) -> RunConfig:
@@ -72,6 +89,17 @@ def refuse_other_run(stored: RunConfig, given: RunConfig) -> None:
             f"a resumed run keeps its configuration, apart from {', '.join(MAY_CHANGE)}",
             ", ".join(f"{key}: {before!r} became {after!r}" for key, before, after in changed),
             "restore these values, or begin a new run with --run DIR",
+        )
+
+
+def refuse_fewer_steps(run: RunFolder, config: RunConfig) -> None:
+    """A resumed run ends where it is, or later."""
+    done = checkpointed_step(run.path)
+    if config.training.steps < done:
+        raise ConfigError(
+            f"a resumed run goes on, and this one has done {done} steps",
+            f"training.steps = {config.training.steps}",
+            "leave training.steps as it was, or raise it",
         )
 
 

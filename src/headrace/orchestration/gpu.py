@@ -14,12 +14,20 @@ BFLOAT16_SINCE = 8
 """Ampere."""
 
 
-@functools.cache
+def may_have_gpu() -> bool:
+    """Whether there is one, for all that can be told: only Linux has its answer, and AMD's driver is not asked."""
+    return sys.platform != "linux" or Path("/dev/kfd").exists() or _compute_capability() > 0
+
+
 def has_bfloat16_gpu() -> bool:
     """Whether the first device computes in bfloat16, and torch was built for it. One of which nothing can be asked
     counts as none."""
-    if not (sys.platform == "linux" and _torch_has_cuda()):
-        return False
+    return sys.platform == "linux" and _torch_has_cuda() and _compute_capability() >= BFLOAT16_SINCE
+
+
+@functools.cache
+def _compute_capability() -> int:
+    """Of the first device that CUDA's driver finds, as far as the point; 0 if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
         device, major = ctypes.c_int(), ctypes.c_int()
@@ -28,9 +36,9 @@ def has_bfloat16_gpu() -> bool:
             lambda: driver.cuDeviceGet(ctypes.byref(device), 0),
             lambda: driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device),
         )
-        return all(step() == 0 for step in steps) and major.value >= BFLOAT16_SINCE
+        return major.value if all(step() == 0 for step in steps) else 0
     except (OSError, AttributeError):
-        return False
+        return 0
 
 
 def _torch_has_cuda() -> bool:

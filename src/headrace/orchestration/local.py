@@ -35,7 +35,7 @@ from headrace.engine.base import Engine
 from headrace.engine.messages import EngineReady
 from headrace.engine.pool import EnginePool
 from headrace.engine.remote import RemoteEngine
-from headrace.errors import ComponentDied, ConfigError
+from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare
@@ -114,6 +114,8 @@ class _Run:
         self._logs = place.path / "logs"
         self._model = str(Path(config.model.path).absolute())
         self._restarts: Counter[str] = Counter()
+        self._first_step: int | None = None
+        """Done when this session began."""
         self._pipeline: Pipeline | None = None
         """Of the present attempt, once all its parts have started."""
         self._threads = compute_threads(take_turns=config.takes_turns)
@@ -132,7 +134,14 @@ class _Run:
                     raise
                 self._say(f"{error}. The run goes on from its last checkpoint")
                 self._resume = True
-        summary = self._summarise(pipeline, time.monotonic() - begun)
+            except GaveUp:
+                assert self._pipeline is not None
+                await self._conclude(self._pipeline, time.monotonic() - begun)
+                raise
+        return await self._conclude(pipeline, time.monotonic() - begun)
+
+    async def _conclude(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
+        summary = self._summarise(pipeline, seconds)
         problem = await asyncio.to_thread(write_report_apart, self._place.path)
         if problem:
             print(f"headrace: report.png could not be drawn: {problem}", file=sys.stderr)
@@ -225,6 +234,8 @@ class _Run:
         latest = vault.latest() if self._resume else None
         state = await trainer.load(latest) if latest is not None else None
         start = await asyncio.to_thread(open_session, ledger, state)
+        if self._first_step is None:
+            self._first_step = start.progress.step
         vault.forget_versions(start.progress.version + (1 if start.progress.recorded else 0))
         await trainer.rename(start.progress.version)
         if self._resume:
@@ -358,7 +369,8 @@ class _Run:
             loop.add_signal_handler(number, stop)
 
     def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
-        """Also written to summary.json. The ledger's sums are of the whole run, the seconds of this session."""
+        """Also written to summary.json. The ledger's sums are of the whole run; this session began after
+        `first_step`, and the seconds are its own."""
         ledger = Ledger(self._place.ledger, create=False)
         sums = ledger.sums()
         lag = ledger.query(
@@ -369,6 +381,7 @@ class _Run:
         evaluations = pipeline.progress.evaluations
         summary = {
             "steps": pipeline.progress.step,
+            "first_step": self._first_step,
             "seconds": seconds,
             "eval_before": next((line["pass_1"] for line in evaluations if line["step"] == 0), None),
             "eval_after": next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None),

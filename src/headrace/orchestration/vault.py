@@ -50,8 +50,7 @@ class FolderVault:
         return str(found[-1]) if found else None
 
     def _found(self) -> list[Path]:
-        found = [path for path in self._checkpoints.glob("step-*") if path.name[5:].isdigit()]
-        return sorted(found, key=lambda path: int(path.name[5:]))
+        return sorted(_steps(self._checkpoints), key=lambda path: int(path.name[5:]))
 
     def forget_versions(self, first: int) -> None:
         """Remove kept weights from number `first` on: a crash kept them before their number was given out."""
@@ -83,3 +82,12 @@ class FolderVault:
     def _prune(self) -> None:
         for path in self._found()[: -self._keep]:
             shutil.rmtree(path)
+
+
+def checkpointed_step(folder: Path) -> int:
+    """Of a run's newest checkpoint, or 0. Nothing is changed there."""
+    return max((int(path.name[5:]) for path in _steps(folder / "checkpoints")), default=0)
+
+
+def _steps(checkpoints: Path) -> list[Path]:
+    return [path for path in checkpoints.glob("step-*") if path.name[5:].isdigit()]

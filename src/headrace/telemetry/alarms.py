@@ -23,7 +23,7 @@ RULES = (
     Rule(
         "mismatch_kl", 0.0, 0.01,
         "engine and trainer compute the same tokens' log-probs differently: give them one dtype and one back end, "
-        'set both numerics to "exact", or add the correction tis or mis',
+        'set both numerics to "exact", or let one of the corrections tis and mis weigh tokens',
         where="lag_0_frac",
     ),
     Rule(
@@ -33,7 +33,8 @@ RULES = (
     ),
     Rule(
         "ratio_outlier_frac", 0.0, 0.05,
-        "many tokens are half or twice as likely by now: add the correction tis, or lower buffer.max_staleness",
+        "many tokens are half or twice as likely by now: lower buffer.max_staleness or the learning rate, and have "
+        "a correction that bounds weights, as tis does",
     ),
     Rule(
         "effective_sample_frac", 0.5, 1.0,
@@ -42,7 +43,7 @@ RULES = (
     ),
     Rule(
         "weighted_sample_frac", 0.5, 1.0,
-        "few tokens carry the gradient: lower the correction's cap, or buffer.max_staleness",
+        "few tokens carry the gradient: lower buffer.max_staleness, or change the corrections' caps and bounds",
     ),
     Rule(
         "weight_zero_frac", 0.0, 0.3,
@@ -51,12 +52,12 @@ RULES = (
     Rule(
         "clip_frac", 0.0, 0.3,
         "the clip holds back much of the gradient: lower the learning rate, training.epochs or "
-        "buffer.max_staleness",
+        "buffer.max_staleness, or add a correction that weighs tokens, so that the clip is about this step alone",
     ),
     Rule(
         "zero_advantage_frac", 0.0, 0.9,
-        "most groups have equal rewards and teach nothing: use tasks of other difficulty, or the algorithm dapo, "
-        "which samples such groups anew",
+        "most groups have equal rewards and teach nothing: use tasks of other difficulty, or dapo's resample, "
+        "which draws such groups anew",
     ),
 )  # fmt: skip
 

@@ -9,7 +9,7 @@ from msgspec import Meta
 from headrace.config.base import Config
 from headrace.errors import ConfigError
 from headrace.training.algorithms import Algorithm, GrpoConfig
-from headrace.training.correction_config import Correction, check_corrections
+from headrace.training.correction_config import Correction, KimiConfig, check_corrections
 
 KlEstimator = Literal["k1", "k2", "k3"]
 
@@ -26,9 +26,11 @@ class OptimizerConfig(Config):
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Steps of linear rise from 0 to `learning_rate`."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the rate falls after the rise, over the steps of the run."""
+    """How the rate falls after the rise, over `training.steps`. A run that is resumed with more steps goes on at
+    the rate that a run of so many would have there."""
     final_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    """Fraction of `learning_rate` that linear and cosine schedules end at."""
+    """Fraction of `learning_rate` to which linear and cosine schedules fall: the step after the last would have
+    it."""
 
 
 class LoraConfig(Config):
@@ -108,7 +110,8 @@ class TrainingConfig(Config):
     min_group: Annotated[int, Meta(ge=1)] = 2
     """A group that loses episodes goes on down to this many."""
     shuffle_rewards: bool = False
-    """A control experiment: permute the rewards among a batch's episodes, so that nothing can be learned."""
+    """A control experiment: permute the rewards among a batch's episodes, so that they teach nothing. Records keep
+    each episode's own."""
     epochs: Annotated[int, Meta(ge=1)] = 1
     """How often a batch is trained on."""
     minibatches: Annotated[int, Meta(ge=1)] = 1
@@ -158,13 +161,18 @@ class TrainingConfig(Config):
         """Whether they are: only the native back end does, and not where bits count."""
         return self.share_prefixes and self.backend == "native" and self.numerics == "fast"
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether advantages are part of the loss."""
+        return self.distillation is None or self.distillation.rewards
+
     def check(self) -> None:
         check_corrections(self.corrections)
         if self.min_group > self.group_size:
             raise ConfigError(
                 "training.min_group is at most training.group_size",
                 f"{self.min_group} > {self.group_size}",
-                "lower training.min_group",
+                "lower the one or raise the other",
             )
         if self.minibatches > self.groups_per_batch:
             raise ConfigError(
@@ -207,25 +215,31 @@ class TrainingConfig(Config):
     def _check_signals(self) -> None:
         """What is learned from, where settings would undo each other."""
         recipe, paid = self.algorithm.recipe, self.reference is not None and self.reference.into == "reward"
-        if recipe.resample and self.min_group < 2:
+        name = self.algorithm.__struct_config__.tag
+        if self.learns_from_rewards and recipe.baseline != "none" and self.min_group < 2:
             raise ConfigError(
-                "training.algorithm.resample needs training.min_group of at least 2: one reward is always equal",
+                f"the algorithm {name} compares rewards within a group and needs training.min_group of at least 2",
                 self.min_group,
-                "raise training.min_group and training.group_size, or set resample = false",
+                "raise training.min_group, and training.group_size with it, or use ppo or reinforce++ without its "
+                "group_baseline",
             )
         if paid and recipe.scale == "group":
             raise ConfigError(
                 'training.reference.into = "reward" needs an algorithm that does not divide by a group\'s standard '
                 "deviation: where rewards are equal it would blow the price's noise up",
-                self.algorithm.__struct_config__.tag,
+                name,
                 'set normalise_std = false, use rloo, dr_grpo, reinforce++ or ppo, or into = "loss"',
             )
-        if self.distillation is None or self.distillation.rewards:
+        if self.learns_from_rewards:
             return
         for setting, given in (
             ('training.reference.into = "reward"', paid),
             ("training.algorithm.resample", recipe.resample),
             ("training.shuffle_rewards", self.shuffle_rewards),
+            *(
+                (f"the correction {one.__struct_config__.tag}", not isinstance(one, KimiConfig))
+                for one in self.corrections
+            ),
         ):
             if given:
                 raise ConfigError(

@@ -135,6 +135,13 @@ def check_corrections(corrections: tuple[Correction, ...]) -> None:
             ", ".join(weighing),
             "leave all but one out",
         )
+    for one in corrections:
+        if isinstance(one, TisConfig | MisConfig | ToprConfig) and one.geometric and one.level == "token":
+            raise ConfigError(
+                f"geometric is of the tokens of a turn or sequence, and the correction {_name(one)} is by tokens",
+                "geometric = true",
+                'set its level to "turn" or "sequence", or leave geometric out',
+            )
 
 
 def _name(correction: Correction) -> str:

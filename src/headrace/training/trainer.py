@@ -150,7 +150,7 @@ class LocalTrainer:
         if config.epochs * config.minibatches > 1 and wants_proximal(config.corrections):
             found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
             sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
-        if config.distillation is not None and not config.distillation.rewards:
+        if not config.learns_from_rewards:
             sequences = [one._replace(advantage=0.0) for one in sequences]
         return batch, sequences
 

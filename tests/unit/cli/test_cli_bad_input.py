@@ -44,6 +44,19 @@ CASES = {
     ),
     "depth below a batch": (["--set", "buffer.depth=2"], ["holds at least one batch", "2 <"]),
     "more survivors than members": (["--set", "training.min_group=99"], ["at most training.group_size", "99 >"]),
+    "groups of one": (
+        ["--set", "training.group_size=1", "--set", "training.min_group=1"],
+        ["grpo compares rewards within a group", "use ppo"],
+    ),
+    "one token to choose from": (["--set", "environment.sampling.top_k=1"], ["top_k = 1 takes the likeliest"]),
+    "a teacher that is its pupil": (
+        ["--set", "training.distillation.teacher=model"],
+        ["is another model than model.path", "distillation.rewards = true"],
+    ),
+    "an adapter and all weights": (
+        ["--set", "training.lora.rank=4", "--set", "sync.payload=full"],
+        ["only the adapter changes", "leave sync.payload out, or training.lora"],
+    ),
     "nothing to resume": (["--resume"], ["--resume continues a run that has begun", "runs/run"]),
     "resume and overwrite": (["--resume", "--overwrite"], ["resumed or overwritten, not both"]),
 }

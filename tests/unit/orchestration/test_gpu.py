@@ -11,9 +11,12 @@ import torch
 
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
+from headrace.errors import ConfigError
 from headrace.models import dtype_on
 from headrace.orchestration import folder, gpu
 from headrace.rollout.config import JsonlTasks
+from headrace.sync.config import SyncConfig
+from headrace.telemetry.folder import RunFolder
 from headrace.training.config import TrainingConfig
 
 
@@ -53,7 +56,43 @@ def test_a_gpu_counts_if_torch_can_use_it_in_bfloat16(monkeypatch, driver, built
     monkeypatch.setattr(ctypes, "CDLL", library)
     monkeypatch.setattr(gpu, "_torch_has_cuda", lambda: built_for_cuda)
     monkeypatch.setattr(gpu.sys, "platform", "linux")
-    assert gpu.has_bfloat16_gpu.__wrapped__() == has
+    gpu._compute_capability.cache_clear()
+    assert gpu.has_bfloat16_gpu() == has
+    gpu._compute_capability.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"engine": NativeEngineConfig(device="cuda")}, "engine.device"),
+        ({"training": TrainingConfig(device="cuda")}, "training.device"),
+        ({"sync": SyncConfig(transport="cuda_ipc")}, "sync.transport"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_missed_before_the_folder_is_touched(
+    monkeypatch, tmp_path, settings, key
+) -> None:
+    given = msgspec.structs.replace(config(), **settings)
+    monkeypatch.setattr(folder, "may_have_gpu", lambda: False)
+    with pytest.raises(ConfigError, match=f"{key} = .* needs a GPU"):
+        folder.prepare(RunFolder(tmp_path / "run"), given, resume=False, overwrite=True)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(folder, "may_have_gpu", lambda: True)
+    folder.check_devices(given)
+
+
+def test_a_resumed_run_does_not_end_before_where_it_is(tmp_path) -> None:
+    run = RunFolder(tmp_path / "run")
+    folder.prepare(run, config(), resume=False, overwrite=False)
+    run.release()
+    run.ledger.touch()
+    (run.checkpoints / "step-000006").mkdir(parents=True)
+    before = run.config.read_text()
+    with pytest.raises(ConfigError, match="has done 6 steps"):
+        folder.prepare(run, config(training={"steps": 3}), resume=True, overwrite=False)
+    assert run.config.read_text() == before
+    assert folder.prepare(run, config(training={"steps": 6}), resume=True, overwrite=False).training.steps == 6
+    run.release()
 
 
 def config(engine: dict | None = None, training: dict | None = None) -> RunConfig:

@@ -5,6 +5,7 @@ And the other way round: each law, broken on purpose, is noticed.
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -17,15 +18,16 @@ from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
-from headrace.errors import ComponentDied, HeadraceError, LawBroken
+from headrace.errors import ComponentDied, GaveUp, LawBroken
 from headrace.pipeline import Parts
 from headrace.records import Group, Sampling, Support, Turn
 from headrace.rollout.config import PythonTasks
+from headrace.scoring.advantages import advantages
 from headrace.simulator.run import Outcome, simulate
 from headrace.simulator.world import Costs
 from headrace.sync.base import Seal
 from headrace.sync.config import SyncConfig
-from headrace.training.algorithms import DapoConfig, GrpoConfig
+from headrace.training.algorithms import DapoConfig, GrpoConfig, PpoConfig
 from headrace.training.config import TrainingConfig
 
 RUNS, CHUNKS = 5000, 25
@@ -57,7 +59,7 @@ def random_config(dice: random.Random) -> RunConfig:
             min_group=least,
             checkpoint_every=dice.randint(1, 5),
             epochs=dice.randint(1, 3),
-            algorithm=DapoConfig() if least > 1 and dice.random() < 0.3 else GrpoConfig(),
+            algorithm=PpoConfig() if least < 2 else DapoConfig() if dice.random() < 0.3 else GrpoConfig(),
         ),
         sync=random_sync(dice, most=min(3, (5 if bound is None else bound) + 1)),
         placement=dice.choice(["side_by_side", "turns"]),
@@ -127,12 +129,40 @@ def test_groups_that_teach_nothing_are_sampled_anew_and_counted():
 
 
 def test_a_run_without_anything_to_learn_ends_with_the_reason():
-    def tamper(parts: Parts) -> None:
-        parts.scorers._world.happens = lambda probability: probability > 0
+    """After some steps; these are not lost."""
+    worlds = []
 
-    with pytest.raises(HeadraceError, match="of the last 116 groups none had anything to learn from") as ended:
+    def tamper(parts: Parts) -> None:
+        world, scored, happens = parts.scorers._world, itertools.count(), parts.scorers._world.happens
+        world.happens = lambda probability: happens(probability) if next(scored) < 100 else probability > 0
+        worlds.append(world)
+
+    with pytest.raises(GaveUp, match="of the last 116 groups none had anything to learn from"):
         simulate(RESAMPLING, Costs(), seed=5, tamper=tamper)
-    assert "resample = false" in str(ended.value)
+    done = len(worlds[0].batches)
+    assert done > 0
+    assert worlds[0].checkpoints[-1][0]["step"] == done
+    assert worlds[0].ledger.sums()["in_flight"] == 0
+
+
+def test_shuffled_rewards_are_not_recorded():
+    given: dict[str, float] = {}
+
+    def tamper(parts: Parts) -> None:
+        score = parts.scorers.score
+
+        async def remember(episode):
+            scored = await score(episode)
+            given[scored.id] = scored.reward
+            return scored
+
+        parts.scorers.score = remember
+
+    training = msgspec.structs.replace(STEADY.training, shuffle_rewards=True)
+    outcome = simulate(msgspec.structs.replace(STEADY, training=training), Costs(), seed=5, tamper=tamper)
+    batches = [batch for batch, _ in outcome.world.batches]
+    assert all(e.reward == given[e.id] for batch in batches for e in batch.episodes)
+    assert any(not np.array_equal(batch.advantages, advantages(batch.groups)) for batch in batches)
 
 
 @pytest.mark.parametrize(

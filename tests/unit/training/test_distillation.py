@@ -13,7 +13,7 @@ from training_builders import batch_of, episode, ints, random_batch, tiny_model,
 
 from headrace.errors import ConfigError, RecordError, RunFolderError
 from headrace.records import Batch
-from headrace.training.algorithms import DapoConfig, RlooConfig
+from headrace.training.algorithms import DapoConfig, PpoConfig, RlooConfig
 from headrace.training.config import (
     DistillationConfig,
     LoraConfig,
@@ -21,6 +21,7 @@ from headrace.training.config import (
     ReferenceConfig,
     TrainingConfig,
 )
+from headrace.training.correction_config import KimiConfig, TisConfig
 from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
 
@@ -195,10 +196,14 @@ def test_settings_that_undo_each_other_are_refused() -> None:
             algorithm=RlooConfig(), reference=ReferenceConfig(into="reward"), distillation=taught
         ),
         "standard deviation": TrainingConfig(reference=ReferenceConfig(into="reward")),
-        "always equal": TrainingConfig(algorithm=DapoConfig(), min_group=1),
+        "min_group of at least 2": TrainingConfig(algorithm=DapoConfig(), min_group=1),
+        "correction tis": TrainingConfig(corrections=(TisConfig(),), distillation=taught),
+        "geometric": TrainingConfig(corrections=(TisConfig(geometric=True),)),
     }
     for words, config in refused.items():
         with pytest.raises(ConfigError, match=words):
             config.check()
     TrainingConfig(algorithm=RlooConfig(), reference=ReferenceConfig(into="reward")).check()
+    TrainingConfig(corrections=(KimiConfig(),), distillation=taught, group_size=1, min_group=1).check()
+    TrainingConfig(algorithm=PpoConfig(), group_size=1, min_group=1).check()
     TrainingConfig(algorithm=DapoConfig(), distillation=DistillationConfig(rewards=True)).check()
