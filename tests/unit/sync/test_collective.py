@@ -516,10 +516,22 @@ def test_buckets_begin_where_tensors_may(nbytes: int, smallest: int, largest: in
     assert [0, *(last for _, last in found)] == [*(first for first, _ in found), nbytes]
 
 
-def test_connections_within_a_machine_buffer_no_more_than_a_cache_holds() -> None:
+def test_connections_within_a_machine_buffer_no_more_than_a_cache_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     server = process_group.serve("127.0.0.1", 10.0)
     port: int = server.port  # type: ignore[attr-defined]
-    before, made = set(os.listdir("/proc/self/fd")), {}
+    made = {}
+    passing = [socket.socket() for _ in range(16)]
+    look = process_group.sockets
+    before = look()
+
+    def look_and_close() -> dict[str, int]:
+        """Connections that are made later get the numbers of those that have gone."""
+        found = look()
+        for one in passing:
+            one.close()
+        return found
+
+    monkeypatch.setattr(process_group, "sockets", look_and_close)
 
     def make(rank: int) -> None:
         store = process_group.connect("127.0.0.1", port, 1, 10.0)
@@ -535,8 +547,10 @@ def test_connections_within_a_machine_buffer_no_more_than_a_cache_holds() -> Non
             any_other.setsockopt(socket.SOL_SOCKET, buffer, size)
         expected = [any_other.getsockopt(socket.SOL_SOCKET, buffer) for buffer in process_group.BUFFERS]
     limited = 0
-    for descriptor in set(os.listdir("/proc/self/fd")) - before:
-        with suppress(OSError), socket.socket(fileno=os.dup(int(descriptor))) as connection:
+    for name, descriptor in look().items():
+        if name in before:
+            continue
+        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
             sizes = [connection.getsockopt(socket.SOL_SOCKET, buffer) for buffer in process_group.BUFFERS]
             limited += sizes == expected
     assert limited >= 4, "both ends of two lanes"

@@ -24,7 +24,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -113,9 +113,9 @@ class GlooGroup(Group):
         options._threads = at_once
         options._timeout = _interval(min(seconds, FORMING_S))
         self._lanes = lanes
-        before = _descriptors()
+        before = sockets()
         self._group = gloo(store, rank, size, options)
-        _buffer_little(_descriptors() - before)
+        _buffer_little(descriptor for name, descriptor in sockets().items() if name not in before)
 
     def _post(self, tensor: Tensor, seconds: float) -> Any:
         return self._group.broadcast([tensor], _from_rank_0(seconds))
@@ -175,13 +175,20 @@ class NcclGroup(Group):
         self._group.abort()
 
 
-def _descriptors() -> set[int]:
+def sockets() -> dict[str, int]:
+    """The descriptors of this process's sockets, by the system's names of these: numbers are given out again, also
+    while a group is made. Empty where the system does not tell."""
+    found = {}
     with suppress(FileNotFoundError):
-        return {int(name) for name in os.listdir("/proc/self/fd")}
-    return set()
+        for number in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{number}")
+                if name.startswith("socket:"):
+                    found[name] = int(number)
+    return found
 
 
-def _buffer_little(descriptors: set[int]) -> None:
+def _buffer_little(descriptors: Iterable[int]) -> None:
     """Of those that connect this machine with itself: what one end writes the other shall find in the processor's
     cache. Left alone, the system lets more be under way than that holds, and every byte goes to memory and back."""
     for descriptor in descriptors:
