@@ -209,12 +209,7 @@ class RunConfig(Config):
                 if lora is None
                 else 'with training.lora only the adapter changes, which sync.payload = "adapter" publishes'
             )
-            remedy = (
-                "leave sync.payload out, or training.lora"
-                if lora
-                else "leave sync.payload out, or set training.lora"
-            )
-            raise ConfigError(rule, self.payload, remedy)
+            raise ConfigError(rule, self.payload, "leave sync.payload out")
         if lora is None:
             return
         if lora.rank > self.served_engine.max_adapter_rank:
