@@ -28,7 +28,7 @@ from headrace.simulator.world import Costs
 from headrace.sync.base import Seal
 from headrace.sync.config import SyncConfig
 from headrace.training.algorithms import DapoConfig, GrpoConfig, PpoConfig
-from headrace.training.config import TrainingConfig
+from headrace.training.config import DistillationConfig, TrainingConfig
 
 RUNS, CHUNKS = 5000, 25
 
@@ -196,20 +196,33 @@ def test_a_teacher_that_a_resumed_run_still_has_is_no_change(kept, changes):
     assert [(event["step"], event["version"]) for event in events] == changes
 
 
-def test_alarms_are_events_with_advice():
+def alarms(config: RunConfig, metric: str) -> list[dict[str, Any]]:
+    """Of a run in which that metric is 1 at each step."""
+
     def tamper(parts: Parts) -> None:
         train = parts.trainer.train
 
-        async def drifting(batch):
+        async def measured(batch):
             report = await train(batch)
-            return msgspec.structs.replace(report, metrics=report.metrics | {"drift_kl": 1.0})
+            return msgspec.structs.replace(report, metrics=report.metrics | {metric: 1.0})
 
-        parts.trainer.train = drifting
+        parts.trainer.train = measured
 
-    outcome = simulate(STEADY, Costs(), seed=3, tamper=tamper)
-    (alarm,) = [event for event in outcome.world.events if event["kind"] == "alarm"]
+    outcome = simulate(config, Costs(), seed=3, tamper=tamper)
+    return [event for event in outcome.world.events if event["kind"] == "alarm"]
+
+
+def test_alarms_are_events_with_advice():
+    (alarm,) = alarms(STEADY, "drift_kl")
     assert (alarm["metric"], alarm["on"], alarm["step"]) == ("drift_kl", True, 5)
     assert "max_staleness" in alarm["advice"]
+
+
+def test_equal_rewards_are_no_alarm_where_a_teacher_alone_teaches():
+    taught = msgspec.structs.replace(STEADY.training, distillation=DistillationConfig(teacher="there"))
+    (alarm,) = alarms(STEADY, "zero_advantage_frac")
+    assert alarm["metric"] == "zero_advantage_frac"
+    assert alarms(msgspec.structs.replace(STEADY, training=taught), "zero_advantage_frac") == []
 
 
 # ── Laws broken on purpose ───────────────────────────────────────────────────────────────────────────────
