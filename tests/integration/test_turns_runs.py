@@ -23,8 +23,9 @@ def test_engines_sleep_while_a_batch_is_trained(
     (tmp_path / "user.py").write_text(USER_CODE)
     (tmp_path / "config.toml").write_text(CONFIG.replace("max_staleness = 2\n", ""))
     monkeypatch.chdir(tmp_path)
-    # Few run at once, so that some always run when a batch is there.
-    settings = {"placement": "turns", "buffer.type": buffer, "training.steps": STEPS, "engine.max_running": 8}
+    settings = {"placement": "turns", "buffer.type": buffer, "training.steps": STEPS}
+    # Few at once and long ones, so that some still run when a batch is there, on a busy machine too.
+    settings |= {"engine.max_running": 2, "environment.max_tokens": 24}
     held_out = {"every": 2, "limit": 8, "tasks": '{type="python", source="user.py:tasks"}'}
     settings |= {f"evaluation.{key}": value for key, value in held_out.items()}
     config = load_config("config.toml", [f"{key}={value}" for key, value in settings.items()])
