@@ -157,7 +157,8 @@ EPISODES = [
     Tampering(
         "an orphan booked as trained",
         sql(
-            f"UPDATE episodes SET state = 'trained', reason = NULL, produced = 10, trained_at = 9 WHERE id = {ORPHAN}"
+            "UPDATE episodes SET state = 'trained', reason = NULL, produced = 10, trained_at = 9"
+            f" WHERE id = {ORPHAN}"
         ),
         True,
     ),
@@ -184,12 +185,7 @@ EPISODES = [
     Tampering("the rows of two groups exchanged", _exchange_groups, True),
     Tampering(
         "sequences of two groups exchanged",
-        sql(
-            "UPDATE episodes SET sequence = CASE sequence WHEN 60 THEN 61 ELSE 60 END"
-            " WHERE sequence IN (60, 61)"
-        ),
-        True,
-    ),
+        sql("UPDATE episodes SET sequence = CASE sequence WHEN 60 THEN 61 ELSE 60 END WHERE sequence IN (60, 61)"),
         True,
     ),
 ]
