@@ -43,6 +43,8 @@ class Tampering:
     """Thought of before the audit knew of it, rather than known to have gone unnoticed."""
     run: Literal["plain", "resumed"] = "resumed"
     """The run it is tried on."""
+    unseeable: str = ""
+    """Why nothing in the folder can tell, where that is so in principle."""
 
 
 # ── Stored episodes ──────────────────────────────────────────────────────────────────────────────────────
@@ -325,6 +327,11 @@ def settle_advantages(run: Path, step: int) -> None:
     for line, advantage in zip(lines, found, strict=True):
         line["advantage"] = float(advantage)
     save(run / "episodes" / f"step-{step:06d}.jsonl", lines)
+
+
+def settle_all_advantages(run: Path) -> None:
+    for file in step_files(run):
+        settle_advantages(run, load(file)[0]["step"])
 
 
 def settle_metrics(run: Path) -> None:

@@ -1,4 +1,4 @@
-"""Forgeries that change several files to say the same."""
+"""Forgeries of steps, groups and episodes in all files that tell of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from forging import (
     settle_metrics,
     settle_summary,
     sql,
-    step_files,
     tokens_of,
     versions_of,
 )
@@ -51,7 +50,7 @@ def _rebook_step(run: Path, line: Line) -> None:
     rebook(run, line["id"], trained_at=line["trained_version"], produced=line["produced_version"])
 
 
-# ── Between steps ────────────────────────────────────────────────────────────────────────────────────────
+# ── Between steps ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _move_episode(run: Path) -> None:
@@ -129,7 +128,15 @@ def _forget_last_step(run: Path) -> None:
     settle(run)
 
 
-# ── Groups and episodes ──────────────────────────────────────────────────────────────────────────────────
+def _forget_last_step_and_model(run: Path) -> None:
+    """Likewise, and the final model is the version before."""
+    _forget_last_step(run)
+    (last,) = execute(run, "SELECT MAX(number) FROM versions")[0]
+    (final,) = (run / "checkpoints" / "final").glob("*.safetensors")
+    shutil.copy(run / "versions" / f"{last:07d}.safetensors", final)
+
+
+# ── Groups and episodes ─────────────────────────────────────────────────────────────────────────────────
 
 
 def _replace_group(run: Path) -> None:
@@ -307,133 +314,6 @@ def _start_earlier(run: Path) -> None:
     )
 
 
-# ── Staleness ────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _freshen(line: Line, limit: int) -> bool:
-    """Raise versions below the limit in tokens and lineage. Swaps that no longer change anything go."""
-    changed = False
-    for turn in line["turns"]:
-        changed |= min(turn["versions"]) < limit
-        turn["versions"] = [max(version, limit) for version in turn["versions"]]
-        lineage: list[Line] = []
-        for event in turn["lineage"]:
-            event["version"] = max(event["version"], limit)
-            if not lineage or event["version"] != lineage[-1]["version"]:
-                lineage.append(event)
-        turn["lineage"] = lineage
-    return changed
-
-
-def _hide_staleness(run: Path) -> None:
-    """The configuration has a bound of 1, and no token is older: versions are raised in tokens, lineage, admission,
-    ledger, metrics and summary."""
-    on_config("max_staleness = 2", "max_staleness = 1")(run)
-    found = False
-    for file in step_files(run):
-        lines = load(file)
-        for line in lines:
-            limit = line["trained_version"] - 1
-            found |= _freshen(line, limit)
-            line["admitted_version"] = max(line["admitted_version"], limit)
-            rebook(run, line["id"], admitted_version=line["admitted_version"], **versions_of(line))
-        save(file, lines)
-    assert found
-    settle(run)
-
-
-def _stale_within_looser_bound(run: Path) -> None:
-    """A token beyond the bound, and a configuration that allows it."""
-    on_config("max_staleness = 2", "max_staleness = 3")(run)
-    file, place = find(run)
-    lines = load(file)
-    line = lines[place]
-    line["admitted_version"] = line["trained_version"] - 3
-    for turn in line["turns"][:1]:
-        turn["versions"] = [line["admitted_version"]] * len(turn["tokens"])
-        turn["lineage"] = [{**turn["lineage"][0], "version": line["admitted_version"]}]
-    save(file, lines)
-    rebook(run, line["id"], admitted_version=line["admitted_version"], **versions_of(line))
-    settle(run)
-
-
-# ── Rewards ──────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _raise_all_rewards(run: Path) -> None:
-    """All rewards by the same amount: advantages are the same, the metrics are better."""
-    on_lines(lambda line: line.update(reward=line["reward"] + 0.5))(run)
-    settle(run)
-
-
-def _better_run(run: Path) -> None:
-    """Rewards rise with the steps; advantages and metrics follow."""
-    for file in step_files(run):
-        lines = load(file)
-        for line in lines:
-            line["reward"] = line["reward"] + line["step"] / 10 * (int(line["id"][-1]) % 2)
-        save(file, lines)
-        settle_advantages(run, lines[0]["step"])
-    settle(run)
-
-
-def _invert(run: Path) -> None:
-    """All rewards and advantages have the other sign: the run was trained on the opposite."""
-    for file in step_files(run):
-        lines = load(file)
-        for line in lines:
-            line["reward"] = -line["reward"]
-            line["advantage"] = -line["advantage"]
-        save(file, lines)
-    settle_metrics(run)
-
-
-def _other_algorithm(run: Path) -> None:
-    """Advantages that are not divided by the deviation, and a configuration that says so."""
-    on_config("normalise_std = true", "normalise_std = false")(run)
-    for file in step_files(run):
-        settle_advantages(run, load(file)[0]["step"])
-    settle(run)
-
-
-# ── What was set aside, and what was not recorded ────────────────────────────────────────────────────────
-
-
-def _aside(run: Path) -> Path:
-    return sorted((run / "episodes" / "orphaned-1").glob("step-*.jsonl"))[0]
-
-
-def _change_aside(run: Path) -> None:
-    lines = load(_aside(run))
-    for line in lines:
-        line["reward"] += 3.0
-        line["turns"][0]["logprobs"] = []
-    save(_aside(run), lines)
-
-
-def _aside_into_files(run: Path) -> None:
-    """A line that was set aside stands in the step's file beside those that came after."""
-    lines = load(_aside(run))
-    target = _file(run, lines[0]["step"])
-    save(target, [*load(target), lines[0]])
-
-
-def _half_recorded(run: Path) -> None:
-    """Every other group is not stored, as a fraction of 0.5 would have it, and not by the rule of the fraction."""
-    on_config("episodes = 1.0", "episodes = 0.5")(run)
-    for file in step_files(run):
-        lines = load(file)
-        save(file, [line for line in lines if line["sequence"] % 2])
-    events = load(run / "events.jsonl")
-    half = {"fraction_of_groups": 0.5}
-    save(run / "events.jsonl", [{**e, **half} if e["kind"] == "recording" else e for e in events])
-
-
-def _none_recorded(run: Path) -> None:
-    on_config("episodes = 1.0", "episodes = 0.0")(run)
-    shutil.rmtree(run / "episodes")
-
-
 def _log_of_another_run(run: Path) -> None:
     """All episodes of a step are those of the step before, under this one's ids, in the ledger and metrics too."""
     source, target = load(_file(run, FIRST_STEP)), _file(run, FIRST_STEP + 1)
@@ -485,6 +365,7 @@ ALL = [
     Tampering("two steps' files renamed", _rename_files, True),
     Tampering("two steps' files renamed, and the steps in them", _rename_with_steps, True),
     Tampering("the last step forgotten in all files", _forget_last_step, True),
+    Tampering("the last step forgotten in all files, the final model exchanged", _forget_last_step_and_model, True),
     Tampering("a group replaced by a copy of another, in all files", _replace_group, True),
     Tampering("the worst episode of a group replaced by its best, in all files", _replace_episode, True),
     Tampering("the worst episode of a group dropped, in all files", _drop_worst, True),
@@ -495,19 +376,6 @@ ALL = [
     Tampering("a group's task renamed in file and ledger", _rename_task, True),
     Tampering("a whole group's answer changed", _answer_of_group, True),
     Tampering("a group admitted one version earlier in file and ledger", _start_earlier, True),
-    Tampering("staleness hidden: versions raised in all files, a bound of 1", _hide_staleness, True),
-    Tampering("a token beyond the bound, and a looser bound", _stale_within_looser_bound, True),
-    Tampering("all rewards raised, metrics computed again", _raise_all_rewards, True),
-    Tampering("rewards that rise with the steps, advantages and metrics computed again", _better_run, True),
-    Tampering("all rewards and advantages negated", _invert, True),
-    Tampering("advantages of another algorithm, and a configuration that says so", _other_algorithm, True),
-    Tampering("episodes that were set aside are changed", _change_aside, True),
-    Tampering(
-        "episodes that were set aside are removed", lambda run: shutil.rmtree(run / "episodes" / "orphaned-1"), True
-    ),
-    Tampering("an episode that was set aside stands in its step's file", _aside_into_files, True),
-    Tampering("every other group not stored, and a fraction that would explain it", _half_recorded, True),
-    Tampering("no episode stored, and a fraction that says so", _none_recorded, True),
     Tampering("a step's episodes are those of the step before, in all files", _log_of_another_run, True),
     Tampering("the crash erased from all files", _erase_crash, True),
 ]
