@@ -8,16 +8,31 @@ import pytest
 from outcomes import Outcome, Outcomes, audited
 from planted import PLANTED, Planted, planted_run
 
+QUICK = (
+    "a token's version one too low",
+    "a support cut off",
+    "the advantages of another group",
+    "an episode trained twice and booked once",
+    "episodes booked twice",
+    "an episode lost from a stored file",
+)
+"""Each bug is a run of its own: the others are for `make test-full`."""
+
 
 def test_names_are_told_apart():
-    assert len({bug.name for bug in PLANTED}) == len(PLANTED)
+    names = {bug.name for bug in PLANTED}
+    assert len(names) == len(PLANTED)
+    assert set(QUICK) <= names
 
 
 def test_a_run_with_the_settings_for_bugs_and_none_planted_passes(tmp_path: Path, small_model: Path):
     assert audited(planted_run(tmp_path, small_model, None)) == ("unnoticed", "")
 
 
-@pytest.mark.parametrize("bug", PLANTED, ids=lambda bug: bug.name)
+@pytest.mark.parametrize(
+    "bug",
+    [pytest.param(bug, id=bug.name, marks=[] if bug.name in QUICK else pytest.mark.full) for bug in PLANTED],
+)
 def test_a_run_with_a_planted_bug_is_audited(bug: Planted, tmp_path: Path, small_model: Path, bugged: Outcomes):
     run = planted_run(tmp_path, small_model, bug)
     bugged.add(Outcome(bug.name, True, *audited(run), bug.unseeable))
