@@ -14,9 +14,9 @@ from headrace.buffer.base import Buffer, Ticket
 from headrace.config.run import RunConfig
 from headrace.engine.base import Sampler
 from headrace.errors import GaveUp
-from headrace.ledger import Journal
+from headrace.ledger import Journal, episode_name, group_name
 from headrace.records import Episode, Group, Task
-from headrace.rollout.base import EpisodeRequest, Rollouts
+from headrace.rollout.base import EpisodeRequest, Rollouts, episode_seed
 from headrace.scoring.advantages import advantages
 from headrace.scoring.base import Scorers
 from headrace.telemetry.base import Telemetry
@@ -55,8 +55,8 @@ class Groups:
 
     def begin(self, ticket: Ticket, place: int, task: Task, side: asyncio.TaskGroup) -> None:
         """Run it beside all else. `place` is its task's, in the walk through the tasks."""
-        name = f"g{ticket.sequence:07d}"
-        episodes = [f"{name}/{i}" for i in range(self._config.training.group_size)]
+        name = group_name(ticket.sequence)
+        episodes = [episode_name(name, i) for i in range(self._config.training.group_size)]
         self._parts.journal.admit(name, ticket.sequence, task.id, ticket.admitted_version, episodes)
         group = self._running[ticket.sequence] = _Running(name, place, ticket, task, episodes)
         group.task = side.create_task(self._run(group))
@@ -124,7 +124,7 @@ class Groups:
         request = EpisodeRequest(
             id=name,
             task=group.work,
-            seed=_episode_seed(self._config.seed, group.ticket.sequence, index),
+            seed=episode_seed(self._config.seed, group.ticket.sequence, index),
             engine=parts.engines,
             on_tokens=lambda count: parts.journal.receive(name, count),
             on_wasted=lambda count: parts.journal.waste(name, count),
@@ -203,7 +203,3 @@ class _Running:
         for episode in self.episodes:
             if episode not in self.gone:
                 self.drop(journal, episode, reason)
-
-
-def _episode_seed(seed: int, sequence: int, index: int) -> int:
-    return ((seed * 1_000_003 + sequence) * 1_000_003 + index) & 0x7FFF_FFFF_FFFF

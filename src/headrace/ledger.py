@@ -8,17 +8,23 @@ weights that did not survive. Three orders make that enough:
     a step's episodes and its new version are durable  before  that version is published or checkpointed
     a version's number is durable                      before  any engine samples a token under it
     a checkpoint names a version that is durable, so the surviving weights' lineage is always in the file
+
+The file also has each session's configuration and each checkpoint's digest: what `--resume` and `headrace audit`
+hold the other files against.
 """
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.errors import DeadlineExceeded, LawBroken, RunFolderError
 from headrace.records import Batch, WeightVersion
@@ -27,8 +33,13 @@ IN_FLIGHT, TRAINED, DROPPED = "in_flight", "trained", "dropped"
 
 LOST_IN_CRASH = "lost_in_crash"
 ORPHANED = "orphaned_by_restore"
+LOST_WITH_LEDGER = "lost_with_ledger"
+"""The ledger's rows about it are gone; its group's number is known from other files."""
 WASTED = "attempt_begun_again"
 """Of tokens alone: their episode was begun again after its environment's process died."""
+
+FORMAT = 2
+"""SQLite's `user_version`. Raised with every change of the tables."""
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
@@ -62,7 +73,14 @@ CREATE TABLE IF NOT EXISTS sessions (
     number INTEGER PRIMARY KEY,
     started REAL NOT NULL,
     restored INTEGER,               -- version of the checkpoint it began from; NULL for the first
+    config TEXT NOT NULL,           -- as resolved when it began: the text of config.toml
     finished INTEGER NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS checkpoints (
+    version INTEGER PRIMARY KEY,
+    step INTEGER NOT NULL,
+    session INTEGER NOT NULL,
+    digest TEXT NOT NULL            -- as its state.json has it
 );
 """
 
@@ -81,54 +99,127 @@ _TRAIN = (
     " times_trained = times_trained + ?, teacher = ? WHERE id = ? AND state = 'in_flight'"
 )
 _VERSION = "INSERT INTO versions (number, parent, step, session) VALUES (?, ?, ?, ?)"
-_SESSION = "INSERT INTO sessions (number, started, restored) VALUES (?, ?, ?)"
+_SESSION = "INSERT INTO sessions (number, started, restored, config) VALUES (?, ?, ?, ?)"
+_CHECKPOINT = "INSERT OR REPLACE INTO checkpoints (version, step, session, digest) VALUES (?, ?, ?, ?)"
 _FINISH = "UPDATE sessions SET finished = 1 WHERE number = ?"
 
 
 class Ledger:
-    """The file. Synchronous; used by one thread at a time."""
+    """The file. Synchronous; used by one thread at a time. RunFolderError where the file is not sound or the disk
+    does not take what is written."""
 
-    def __init__(self, path: str | Path, *, create: bool = True):
-        if not create and not Path(path).exists():
+    def __init__(self, path: str | Path, *, read_only: bool = False):
+        """Read-only it is seen as it was when it was opened, whatever a run adds meanwhile."""
+        self.path = Path(path)
+        self._copy: tempfile.TemporaryDirectory[str] | None = None
+        if read_only and not self.path.is_file():
             raise RunFolderError("a run has a ledger", str(path), "check the run's folder")
-        self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.executescript(_SCHEMA)
-            self._add_missing_columns()
-        except sqlite3.DatabaseError as error:
-            raise RunFolderError("a run's ledger is an SQLite file", f"{path}: {error}") from error
+        with self._told("open"):
+            self._db = self._open_to_read() if read_only else self._open_to_write()
 
-    def _add_missing_columns(self) -> None:
-        """A run that began before they were thought of."""
-        there = {row[1] for row in self._db.execute("PRAGMA table_info(episodes)")}
-        if "teacher" not in there:
-            self._db.execute("ALTER TABLE episodes ADD COLUMN teacher INTEGER")
+    def _open_to_write(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        db.execute("PRAGMA journal_mode = WAL")
+        db.execute("PRAGMA synchronous = FULL")
+        if not db.execute("SELECT 1 FROM sqlite_master").fetchone():
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+        self._check_format(db)
+        db.executescript(_SCHEMA)
+        return db
+
+    def _open_to_read(self) -> sqlite3.Connection:
+        try:
+            db = _connect_to_read(self.path)
+        except sqlite3.OperationalError:
+            # Where nothing can be written beside the file SQLite does not read its -wal: so a copy is read.
+            self._copy = tempfile.TemporaryDirectory(prefix="headrace-ledger-")
+            copy = Path(self._copy.name) / self.path.name
+            for suffix in ("", "-wal"):
+                if (part := self.path.with_name(self.path.name + suffix)).is_file():
+                    shutil.copyfile(part, f"{copy}{suffix}")
+            db = _connect_to_read(copy)
+        if not db.execute("SELECT 1 FROM sqlite_master WHERE name = 'sessions'").fetchone():
+            raise RunFolderError(
+                "a ledger has its tables, and this one is empty: what it held is lost, with its -wal file perhaps",
+                str(self.path),
+                "restore it and the file ledger.sqlite-wal from a copy, or begin a new run",
+            )
+        self._check_format(db)
+        return db
+
+    def _check_format(self, db: sqlite3.Connection) -> None:
+        (found,) = db.execute("PRAGMA user_version").fetchone()
+        if found != FORMAT:
+            raise RunFolderError(
+                f"this Headrace reads ledgers of format {FORMAT}",
+                f"{self.path}: format {found}",
+                "use the Headrace that made the run",
+            )
+
+    def check_sound(self) -> None:
+        """Raise RunFolderError where pages of the file are damaged. Reads all of it."""
+        found = [row[0] for row in self.query("PRAGMA integrity_check(3)")]
+        if found != ["ok"]:
+            raise self._unsound("; ".join(found))
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        """Errors of SQLite as ours. What breaks a rule of the tables is a bug and stays what it is."""
+        try:
+            yield
+        except (sqlite3.IntegrityError, sqlite3.ProgrammingError):
+            raise
+        except sqlite3.OperationalError as error:
+            raise RunFolderError(
+                f"the ledger can be used, and SQLite could not {what} it",
+                f"{self.path}: {error}",
+                "look at the disk's free space and the file's permissions; then --resume goes on",
+            ) from error
+        except sqlite3.DatabaseError as error:
+            raise self._unsound(str(error)) from error
+
+    def _unsound(self, why: str) -> RunFolderError:
+        return RunFolderError(
+            "a run's ledger is a sound SQLite file, and this one is damaged",
+            f"{self.path}: {why}",
+            "restore it and the file ledger.sqlite-wal from a copy, or begin a new run",
+        )
 
     def apply(self, changes: Sequence[Change]) -> None:
         """Make changes durable, all or none. A change that finds no row in the right state breaks law 3."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
+        with self._told("write"), self._transaction():
             for statement, values in changes:
                 done = self._db.execute(statement, values)
                 if done.rowcount != 1:
                     raise LawBroken(
                         "ledger", str(values[-1]), f"no episode in flight for: {statement.split(' WHERE')[0]}"
                     )
-        except BaseException:
-            self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
 
-    def recover(self, restored: int | None) -> int:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """All or none."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            # A failed commit may have ended the transaction itself.
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+
+    def recover(self, restored: int | None, config: str = "", lost: Lost | None = None) -> int:
         """Close the books of a session that ended without doing so; returns the next session's number.
 
         `restored` is the version the surviving weights have. Versions outside its lineage are orphaned, and
-        with them what was trained into them.
+        with them what was trained into them. `config` is the text of the new session's configuration. `lost` are
+        numbers that were given out and that the file has no rows of, since it is older than what stands beside it.
         """
+        with self._told("write"), self._transaction():
+            return self._recover(restored, config, lost)
+
+    def _recover(self, restored: int | None, config: str, lost: Lost | None) -> int:
         db = self._db
-        db.execute("BEGIN IMMEDIATE")
         db.execute("UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'in_flight'", (LOST_IN_CRASH,))
         lineage = self.lineage(restored)
         for (number,) in db.execute("SELECT number FROM versions WHERE orphaned = 0").fetchall():
@@ -139,10 +230,32 @@ class Ledger:
             " AND produced IN (SELECT number FROM versions WHERE orphaned = 1)",
             (ORPHANED,),
         )
+        if lost is not None:
+            self._book_lost(lost, restored)
         (session,) = db.execute("SELECT COALESCE(MAX(number), 0) + 1 FROM sessions").fetchone()
-        db.execute(_SESSION, (session, time.time(), restored))
-        db.execute("COMMIT")
+        db.execute(_SESSION, (session, time.time(), restored, config))
         return int(session)
+
+    def _book_lost(self, lost: Lost, restored: int | None) -> None:
+        """Rows for what the file does not know of, so that no number is given out again and the sums say so."""
+        (session, sequence, number) = self._db.execute(
+            "SELECT (SELECT MAX(number) FROM sessions), (SELECT COALESCE(MAX(sequence), -1) FROM episodes),"
+            " (SELECT COALESCE(MAX(number), -1) FROM versions)"
+        ).fetchone()
+        for missing in range(number + 1, lost.versions):
+            self._db.execute(
+                "INSERT INTO versions (number, parent, step, session, orphaned) VALUES (?, ?, 0, ?, 1)",
+                (missing, restored, session),
+            )
+        (admitted,) = self._db.execute("SELECT COALESCE(MAX(admitted_version), 0) FROM episodes").fetchone()
+        for missing in range(sequence + 1, lost.sequences):
+            for place in range(lost.group_size):
+                group = group_name(missing)
+                name = episode_name(group, place)
+                self._db.execute(_ADMIT, (name, group, missing, place, "", admitted, session))
+                self._db.execute(_DROP, (LOST_WITH_LEDGER, name))
+        for missing in range(session + 1, lost.sessions):
+            self._db.execute(_SESSION, (missing, time.time(), restored, ""))
 
     def lineage(self, version: int | None) -> set[int]:
         """The version and all its ancestors."""
@@ -173,10 +286,46 @@ class Ledger:
         return int(self.query("SELECT COALESCE(MAX(sequence), -1) + 1 FROM episodes")[0][0])
 
     def query(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        return self._db.execute(sql, values).fetchall()
+        return list(self.rows(sql, values))
+
+    def rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
+        """The same one row after another, in little memory."""
+        with self._told("read"):
+            yield from self._db.execute(sql, values)
 
     def close(self) -> None:
         self._db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+
+def _connect_to_read(path: Path) -> sqlite3.Connection:
+    db = sqlite3.connect(
+        f"{path.absolute().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+    )
+    # The first read fixes what all later ones see.
+    db.execute("BEGIN")
+    db.execute("SELECT COUNT(*) FROM sqlite_master")
+    return db
+
+
+class Lost(NamedTuple):
+    """Numbers below these have been given out, whether the ledger knows of them or not."""
+
+    versions: int
+    sequences: int
+    sessions: int
+    group_size: int
+
+
+def group_name(sequence: int) -> str:
+    """A group's id by its place in the order of admission."""
+    return f"g{sequence:07d}"
+
+
+def episode_name(group: str, place: int) -> str:
+    """An episode's id by its place in its group."""
+    return f"{group}/{place}"
 
 
 class _Sums:
@@ -264,6 +413,10 @@ class Journal:
 
     def version(self, version: WeightVersion) -> None:
         self._pending.append((_VERSION, (version.number, version.parent, version.step, self._session)))
+
+    def checkpoint(self, version: WeightVersion, digest: str) -> None:
+        """A checkpoint of this version is on the disk."""
+        self._pending.append((_CHECKPOINT, (version.number, version.step, self._session, digest)))
 
     def finish(self) -> None:
         self._pending.append((_FINISH, (self._session,)))

@@ -34,7 +34,7 @@ from headrace.buffer.base import Buffer
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine, Sampler
 from headrace.engine.pool import EnginePool
-from headrace.errors import DeadlineExceeded, GaveUp, HeadraceError
+from headrace.errors import DeadlineExceeded, GaveUp, HeadraceError, InputError
 from headrace.evaluation import Evaluation, evaluate
 from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
@@ -206,6 +206,12 @@ class Pipeline:
         self.stop()
 
     @property
+    def _version(self) -> WeightVersion:
+        """The trainer's, between two steps."""
+        progress = self.progress
+        return WeightVersion(number=progress.version, parent=progress.parent, step=progress.step)
+
+    @property
     def stopped_early(self) -> bool:
         return self._stopping.is_set() and self.progress.step < self.config.training.steps
 
@@ -317,7 +323,7 @@ class Pipeline:
         last = step == config.training.steps
         publish, judge, turns = self._publishes(step), self._evaluates(step), self._turns
         if self._keeps(step):
-            await self.parts.trainer.keep(produced.number, self.parts.vault.version(produced.number))
+            await self._keep(produced)
         if judge:
             await self._settled(self._evaluation)
         if judge or (publish and turns is not None):
@@ -340,6 +346,15 @@ class Pipeline:
         room = recording.keep_versions_gib * 2**30 - self.parts.vault.kept_bytes()
         return step % recording.keep_versions_every < span and self.publication.version_bytes <= room
 
+    async def _keep(self, version: WeightVersion) -> None:
+        """Keep its weights for the audit. A disk that does not take them costs the audit, not the run."""
+        try:
+            await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
+        except InputError as error:
+            self.parts.telemetry.event("not_kept", version=version.number, why=str(error))
+        else:
+            self.parts.telemetry.event("kept", version=version.number)
+
     def _evaluates(self, step: int) -> bool:
         every, steps = self.config.evaluation.every, self.config.training.steps
         return self.parts.evaluator is not None and (step % every == 0 or step == steps)
@@ -354,14 +369,14 @@ class Pipeline:
     async def _publish_first(self) -> None:
         """Before anything is sampled, the engines get the trainer's weights under the trainer's version."""
         progress = self.progress
-        version = WeightVersion(number=progress.version, parent=progress.parent, step=progress.step)
+        version = self._version
         if not progress.recorded:
             self.parts.journal.version(version)
         judged = any(line["step"] == progress.step for line in progress.evaluations)
         judge = self._evaluates(progress.step) and not judged
         await self._publish_now(version, rollouts=True, judge=judge)
         if self._keeps(0):
-            await self.parts.trainer.keep(version.number, self.parts.vault.version(version.number))
+            await self._keep(version)
         await self._settled(self._publishing)
 
     async def _publish_now(self, version: WeightVersion, *, rollouts: bool, judge: bool) -> None:
@@ -494,7 +509,8 @@ class Pipeline:
             "tasks": {"position": parts.tasks.position, "returned": [*self._groups.places, *parts.tasks.returned]},
         }
         await parts.journal.flush()
-        await parts.trainer.save(parts.vault.checkpoint(progress.step), state)
+        digest = await parts.trainer.save(parts.vault.checkpoint(progress.step), state)
+        parts.journal.checkpoint(self._version, digest)
         await parts.vault.prune()
         parts.telemetry.event("checkpoint", step=progress.step, version=progress.version)
 

@@ -20,6 +20,7 @@ from headrace.engine.base import Engine
 from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, LawBroken, Superseded, SyncError
 from headrace.ledger import Journal
 from headrace.records import WeightVersion
+from headrace.sync import version_digest
 from headrace.sync.base import Destination, Manifest, Seal
 from headrace.sync.config import SyncConfig
 from headrace.sync.plan import some
@@ -189,7 +190,7 @@ class Publication:
                 stages={name: round(spent, 6) for name, spent in published.stages.items()},
                 bytes=sum(stream.nbytes for stream in offer.manifest.streams[-1:]),
                 engines=[engine.name for engine in waiting],
-                checksum=digest_of(await offer.seal),
+                checksum=_digest(offer.manifest, await offer.seal),
                 **checked,
             )
 
@@ -211,7 +212,7 @@ class Publication:
             if wrong := [spec.name for spec, sent, has in pairs if sent != has]:
                 what = f"version {seal.number} was acknowledged, and other bytes are served for {some(wrong)}"
                 raise LawBroken("atomic swap", engine.name, what)
-            served[engine.name] = digest_of(found)
+            served[engine.name] = _digest(manifest, found)
         return {"served": served}
 
     async def _until_all_have_it(self, offer: _Offer, engines: Sequence[Engine]) -> tuple[Published, _Offer]:
@@ -321,9 +322,5 @@ def _destinations(engines: Sequence[Engine]) -> list[Destination]:
     return [Destination(name=engine.name, version=engine.version) for engine in engines]
 
 
-def digest_of(seal: Seal) -> int:
-    """One number for all of a version's bytes."""
-    value = 0
-    for checksum in seal.checksums:
-        value = (value * 0x100000001B3 ^ checksum) & 0xFFFF_FFFF_FFFF_FFFF
-    return value
+def _digest(manifest: Manifest, seal: Seal) -> int:
+    return version_digest(dict(zip((spec.name for spec in manifest.tensors), seal.checksums, strict=True)))

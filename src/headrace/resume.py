@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.ledger import Ledger
+from headrace.ledger import Ledger, Lost
 from headrace.pipeline import Progress
 
 
@@ -21,14 +21,17 @@ class Start:
     returned_tasks: tuple[int, ...] = ()
 
 
-def open_session(ledger: Ledger, state: dict[str, Any] | None) -> Start:
+def open_session(
+    ledger: Ledger, state: dict[str, Any] | None, *, config: str = "", lost: Lost | None = None
+) -> Start:
     """Begin a run, or go on from a checkpoint's `state` (None when there is none).
 
     Weights restored from a checkpoint keep their version's number only when no later one was given out; otherwise
-    they get a new number whose parent is the old, and what was sampled or trained beyond it is orphaned.
+    they get a new number whose parent is the old, and what was sampled or trained beyond it is orphaned. `config`
+    and `lost` are the ledger's (`Ledger.recover`).
     """
     restored = None if state is None else int(state["version"])
-    session = ledger.recover(restored)
+    session = ledger.recover(restored, config, lost)
     following = ledger.next_version()
     keeps_number = restored is not None and restored == following - 1
     progress = Progress(
@@ -40,8 +43,7 @@ def open_session(ledger: Ledger, state: dict[str, Any] | None) -> Start:
     first = ledger.next_sequence()
     if state is None:
         return Start(session, progress, first)
-    # Checkpoints from before it was kept have none.
-    progress.teacher = state.get("teacher")
+    progress.teacher = state["teacher"]
     progress.best = state["best"]
     progress.evaluations = list(state["evaluations"])
     tasks = state["tasks"]

@@ -25,11 +25,10 @@ from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import load_model
-from headrace.publication import digest_of
 from headrace.records import Batch, Episode, Group, Task, WeightVersion
 from headrace.scoring.advantages import group_advantages
-from headrace.sync import lay_out, open_channel, open_receiver, open_sender
-from headrace.sync.base import Destination, Seal
+from headrace.sync import open_channel, open_receiver, open_sender, version_digest
+from headrace.sync.base import Destination
 from headrace.sync.digest import digests
 from headrace.telemetry.folder import RunFolder
 from headrace.training.backends.base import open_backend
@@ -207,5 +206,4 @@ def checksum(tensors: dict[str, torch.Tensor], dtype: str) -> int:
     """What a version of these tensors has, computed from them alone."""
     kind = getattr(torch, dtype)
     cast = {name: tensor.to(kind) for name, tensor in tensors.items()}
-    specs, _ = lay_out({name: (dtype, tuple(t.shape), t.nbytes) for name, t in cast.items()})
-    return digest_of(Seal(number=0, checksums=tuple(digests([cast[spec.name] for spec in specs]))))
+    return version_digest(dict(zip(cast, digests(list(cast.values())), strict=True)))

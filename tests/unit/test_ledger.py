@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from headrace.errors import DeadlineExceeded, LawBroken, RunFolderError
-from headrace.ledger import LOST_IN_CRASH, ORPHANED, Journal, Ledger
+from headrace.ledger import LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, Journal, Ledger, Lost
 from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 
 TASK = Task(id="t", prompt="p")
@@ -156,7 +156,7 @@ def test_tokens_of_an_episode_that_has_left_are_not_counted():
 
 def test_an_audit_of_no_ledger_names_the_file(tmp_path):
     with pytest.raises(RunFolderError, match=r"nothing\.sqlite"):
-        Ledger(tmp_path / "nothing.sqlite", create=False)
+        Ledger(tmp_path / "nothing.sqlite", read_only=True)
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path):
@@ -197,10 +197,50 @@ def test_a_batch_used_several_times_is_counted_so_and_names_its_teacher():
     assert ledger.sums()["trained"] == 2
 
 
-def test_a_ledger_from_before_teachers_were_kept_is_gone_on_with(tmp_path):
+def test_a_ledger_of_another_format_is_refused(tmp_path):
     file = tmp_path / "ledger.sqlite"
     Ledger(file).close()
     with sqlite3.connect(file) as db:
-        db.execute("ALTER TABLE episodes DROP COLUMN teacher")
+        db.execute("PRAGMA user_version = 1")
+    for read_only in (False, True):
+        with pytest.raises(RunFolderError, match=r"reads ledgers of format 2 .*format 1"):
+            Ledger(file, read_only=read_only)
+
+
+def test_a_ledger_whose_wal_is_gone_is_not_taken_for_an_empty_one(tmp_path):
+    file = tmp_path / "ledger.sqlite"
+    writer = Ledger(file)
+    run_session(writer, one_step)
+    copy = tmp_path / "copy.sqlite"
+    copy.write_bytes(file.read_bytes())
+    with pytest.raises(RunFolderError, match=r"this one is empty.*-wal"):
+        Ledger(copy, read_only=True)
+    assert Ledger(file, read_only=True).sums() == writer.sums(), "with it all is there"
+
+
+def test_a_damaged_page_is_told_with_the_path(tmp_path):
+    file = tmp_path / "ledger.sqlite"
     run_session(ledger := Ledger(file), one_step)
-    assert ledger.query("SELECT DISTINCT teacher FROM episodes") == [(None,)]
+    ledger.close()
+    data = bytearray(file.read_bytes())
+    for place in range(4096, len(data), 4096):
+        data[place : place + 64] = bytes(64)
+    file.write_bytes(data)
+    with pytest.raises(RunFolderError, match=r"ledger is a sound SQLite file.*ledger\.sqlite"):
+        Ledger(file, read_only=True).check_sound()
+
+
+def test_a_reader_sees_the_ledger_as_it_was_when_it_was_opened(tmp_path):
+    run_session(writer := Ledger(tmp_path / "ledger.sqlite"), one_step)
+    reader = Ledger(tmp_path / "ledger.sqlite", read_only=True)
+    before = reader.sums()
+    writer.recover(0)
+    assert (reader.sums(), reader.sums() == writer.sums()) == (before, False)
+
+
+def test_numbers_that_were_lost_are_booked_and_not_given_out_again():
+    run_session(ledger := Ledger(":memory:"), one_step)
+    session = ledger.recover(1, "", Lost(versions=5, sequences=4, sessions=3, group_size=2))
+    assert (session, ledger.next_version(), ledger.next_sequence()) == (3, 5, 4)
+    assert ledger.sums()["dropped"][LOST_WITH_LEDGER] == 4
+    assert ledger.query("SELECT number, orphaned FROM versions") == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1)]

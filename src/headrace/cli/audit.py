@@ -11,18 +11,18 @@ from headrace.cli.output import console, facts_of, ledger_line, only_json, print
 from headrace.telemetry.folder import RunFolder
 
 
-def command(folder: Path, recompute: int, *, json: bool) -> None:
+def command(folder: Path, recompute: int, *, strict: bool, json: bool) -> None:
     run = RunFolder(folder).require()
     with only_json(json):
         from headrace.audit import run_audit
 
-        report = run_audit(run.path, recompute)
+        report = run_audit(run.path, recompute, strict=strict)
     if json:
         print_json(
             {
                 "ok": report.ok,
                 "ledger": report.ledger,
-                "violations": [violation._asdict() for violation in report.violations],
+                **report.findings.as_dict(),
                 "recomputed": report.recomputed,
             }
         )
@@ -47,7 +47,13 @@ def _print(run: RunFolder, report: Any) -> None:
                 f"differ by {recomputed['mean_abs_diff']:.2g} on average, {recomputed['max_abs_diff']:.2g} at most",
             )
         )
-    facts.append(("laws", "all hold" if report.ok else f"{len(report.violations)} violations"))
+    checked = report.findings.checked
+    names = ("steps", "episodes", "tokens", "advantages", "kept_versions", "checkpoints", "events")
+    looked = ", ".join(f"{checked[name]:,} {name.replace('_', ' ')}" for name in names if checked[name])
+    facts.append(("looked at", looked or "nothing"))
+    facts += [("not looked at", f"{what}: {why}") for what, why in report.findings.unchecked.items()]
+    count = len(report.violations) + report.findings.more
+    facts.append(("laws", "all hold" if report.ok else f"{count:,} violations"))
     out.print(facts_of(facts, title=f"Audit: {run.path}"))
     if report.violations:
         out.print(table_of([violation._asdict() for violation in report.violations]))

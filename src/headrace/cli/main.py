@@ -50,13 +50,17 @@ def train(
     sets: Sets = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/NAME otherwise.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
+    from_step: Annotated[
+        int | None,
+        typer.Option("--from", metavar="STEP", min=0, help="Resume from this step's checkpoint; 0: begin again."),
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a run that is already there.")] = False,
     json: Json = False,
 ) -> None:
     """Train a policy as CONFIG.toml says."""
     from headrace.cli.train import command
 
-    command(config, sets or [], run, resume=resume, overwrite=overwrite, json=json)
+    command(config, sets or [], run, resume=resume, from_step=from_step, overwrite=overwrite, json=json)
 
 
 @app.command()
@@ -65,12 +69,13 @@ def audit(
     recompute: Annotated[
         int, typer.Option(metavar="K", min=0, help="Recompute K episodes' log-probs under their saved versions.")
     ] = 0,
+    strict: Annotated[bool, typer.Option("--strict", help="Fail where something could not be looked at.")] = False,
     json: Json = False,
 ) -> None:
     """Check laws 1 to 4 on a finished or crashed run."""
     from headrace.cli.audit import command
 
-    command(run, recompute, json=json)
+    command(run, recompute, strict=strict, json=json)
 
 
 @app.command()

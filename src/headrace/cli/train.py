@@ -16,17 +16,26 @@ from headrace.orchestration.folder import prepare
 from headrace.telemetry.folder import RunFolder
 
 
-def command(file: Path, sets: list[str], folder: Path | None, *, resume: bool, overwrite: bool, json: bool) -> None:
+def command(
+    file: Path,
+    sets: list[str],
+    folder: Path | None,
+    *,
+    resume: bool,
+    from_step: int | None,
+    overwrite: bool,
+    json: bool,
+) -> None:
     if resume and overwrite:
         raise RunFolderError("a run is resumed or overwritten, not both", "--resume --overwrite", "leave one out")
     with only_json(json):
         config = load_config(file, sets)
         run = RunFolder(folder or Path("runs") / (config.name or file.stem))
-        config = prepare(run, config, resume=resume, overwrite=overwrite)
+        config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step)
         try:
             from headrace.orchestration.local import run as execute
 
-            summary = execute(config, run.path, resume=resume, progress=True)
+            summary = execute(config, run.path, resume=resume, from_step=from_step, progress=True)
         finally:
             run.release()
     if json:

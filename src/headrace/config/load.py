@@ -38,7 +38,15 @@ def read_config(
     path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The same without looking at anything but the file: for the stored configuration of a run."""
-    filed = merge(base or {}, read_toml(Path(path)))
+    return _converted(merge(base or {}, read_toml(Path(path))), overrides, str(path))
+
+
+def config_of_text(text: str, where: str) -> RunConfig:
+    """The configuration in a text that `dump_config` wrote; `where` it stands, for errors."""
+    return _converted(parse_toml(text, where), (), where)
+
+
+def _converted(filed: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
     data = with_default_types(apply_overrides(filed, overrides))
     set_by = {".".join(parse_override(text)[0]): text for text in overrides}
 
@@ -47,7 +55,7 @@ def read_config(
             beneath = key.startswith(dotted + ".") and not _holds(filed, dotted)
             if beneath or dotted == key or dotted.startswith((key + ".", key + "[")):
                 return f"--set {text}"
-        return str(path)
+        return where
 
     try:
         config = msgspec.convert(data, RunConfig)
@@ -70,14 +78,18 @@ def read_toml(file: Path) -> dict[str, Any]:
         what = "is a folder, not a file" if file.is_dir() else "does not exist"
         raise ConfigError(f"the configuration file {what}", str(file), "give the path of a TOML file")
     try:
-        text = file.read_text(encoding="utf-8")
-        return tomllib.loads(text)
+        return parse_toml(file.read_text(encoding="utf-8"), str(file))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is UTF-8 text", str(error), "save it as UTF-8") from error
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is valid TOML", str(error), _line(text, str(error))) from error
     except OSError as error:
         raise ConfigError(f"{file} can be read", str(error), "check its permissions") from error
+
+
+def parse_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is valid TOML", str(error), _line(text, str(error))) from error
 
 
 def _line(text: str, problem: str) -> str:

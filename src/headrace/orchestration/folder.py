@@ -2,49 +2,80 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import os
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from headrace.config.base import Config
+from headrace.config.changes import MAY_CHANGE, forbidden_changes
 from headrace.config.dump import dump_config
-from headrace.config.load import read_config
+from headrace.config.load import config_of_text, read_config
 from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, RunFolderError
+from headrace.ledger import Ledger
 from headrace.orchestration.gpu import has_bfloat16_gpu, may_have_gpu
-from headrace.orchestration.vault import checkpointed_step
+from headrace.orchestration.resuming import inspect_run
+from headrace.orchestration.vault import FolderVault
 from headrace.telemetry.folder import RunFolder
 
-MAY_CHANGE = ("training.steps", "evaluation", "limits", "recording", "name")
-"""What a resumed run may set differently; everything else it keeps."""
 
-
-def prepare(run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool) -> RunConfig:
-    """The run's folder, held by this process, with the resolved configuration in it, which is returned."""
+def prepare(
+    run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool, from_step: int | None = None
+) -> RunConfig:
+    """The run's folder, held by this process, with the resolved configuration in it, which is returned. One that is
+    resumed is looked at first: `from_step` as in `inspect_run`."""
     check_devices(config)
-    if resume:
-        if not run.exists():
-            raise RunFolderError(
-                "--resume continues a run that has begun, and this folder holds none",
-                str(run.path),
-                "leave --resume out to begin one, or name the run's folder with --run DIR",
-            )
-        if not run.ledger.is_file():
-            raise RunFolderError(
-                "a run is resumed with its ledger, and this one has lost it",
-                str(run.ledger),
-                "restore the file, or begin a new run",
-            )
-        stored = read_config(run.config)
-        config = resolved(config, stored)
-        refuse_other_run(stored, config)
-        refuse_fewer_steps(run, config)
-    else:
+    if from_step is not None and not resume:
+        raise ConfigError("--from chooses what --resume goes on from", from_step, "give --resume too")
+    if not resume:
         config = resolved(config)
         run.make(overwrite=overwrite)
+    elif not run.exists():
+        raise RunFolderError(
+            "--resume continues a run that has begun, and this folder holds none",
+            str(run.path),
+            "leave --resume out to begin one, or name the run's folder with --run DIR",
+        )
     run.hold()
-    run.config.write_text(dump_config(config), encoding="utf-8")
+    try:
+        config = _take_up(run, config, from_step) if resume else config
+        write_whole(run.config, dump_config(config))
+    except BaseException:
+        run.release()
+        raise
     return config
+
+
+def _take_up(run: RunFolder, config: RunConfig, from_step: int | None) -> RunConfig:
+    vault = FolderVault(run.path, keep=config.training.keep_checkpoints)
+    standing = inspect_run(run, group_size=config.training.group_size, from_step=from_step)
+    stored = _stored_config(run)
+    config = resolved(config, stored)
+    refuse_other_run(stored, config)
+    step = vault.step_of(standing.checkpoint)
+    if config.training.steps < step:
+        raise ConfigError(
+            f"a resumed run goes on, and this one has done {step} steps",
+            f"training.steps = {config.training.steps}",
+            "leave training.steps as it was, or raise it",
+        )
+    return config
+
+
+def _stored_config(run: RunFolder) -> RunConfig:
+    """As the last session began with it. The ledger has it; config.toml is for people to read."""
+    if run.ledger.is_file():
+        try:
+            ledger = Ledger(run.ledger, read_only=True)
+        except RunFolderError:
+            # `inspect_run` has found that nothing had happened yet.
+            return read_config(run.config)
+        found = ledger.query("SELECT config FROM sessions WHERE config <> '' ORDER BY number DESC LIMIT 1")
+        ledger.close()
+        if found:
+            return config_of_text(found[0][0], f"{run.ledger}, the configuration of its last session")
+    return read_config(run.config)
 
 
 def check_devices(config: RunConfig) -> None:
@@ -79,12 +110,7 @@ def _dtype_on(device: str) -> Literal["float32", "bfloat16"]:
 
 def refuse_other_run(stored: RunConfig, given: RunConfig) -> None:
     """A resumed run keeps its configuration, apart from `MAY_CHANGE`."""
-    changed = [
-        (key, before, after)
-        for key, before, after in differences(stored, given)
-        if not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
-    ]
-    if changed:
+    if changed := forbidden_changes(stored, given):
         raise ConfigError(
             f"a resumed run keeps its configuration, apart from {', '.join(MAY_CHANGE)}",
             ", ".join(f"{key}: {before!r} became {after!r}" for key, before, after in changed),
@@ -92,24 +118,15 @@ def refuse_other_run(stored: RunConfig, given: RunConfig) -> None:
         )
 
 
-def refuse_fewer_steps(run: RunFolder, config: RunConfig) -> None:
-    """A resumed run ends where it is, or later."""
-    done = checkpointed_step(run.path)
-    if config.training.steps < done:
-        raise ConfigError(
-            f"a resumed run goes on, and this one has done {done} steps",
-            f"training.steps = {config.training.steps}",
-            "leave training.steps as it was, or raise it",
-        )
-
-
-def differences(one: Config, other: Config, prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted keys whose values differ, with both values."""
-    found: list[tuple[str, Any, Any]] = []
-    for name in one.__struct_fields__:
-        left, right = getattr(one, name), getattr(other, name)
-        if isinstance(left, Config) and type(left) is type(right):
-            found += differences(left, right, f"{prefix}{name}.")
-        elif left != right:
-            found.append((prefix + name, left, right))
-    return found
+def write_whole(file: Path, text: str) -> None:
+    """The file has the text, or what it had before."""
+    partial = file.with_name(file.name + ".partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise RunFolderError(
+            "a run's folder can be written",
+            f"{file}: {error}",
+            "look at the disk's free space and the folder's permissions",
+        ) from error

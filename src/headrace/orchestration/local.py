@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from headrace.buffer.memory import MemoryBuffer
+from headrace.config.dump import dump_config
 from headrace.config.load import check_config
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine
@@ -38,8 +39,9 @@ from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
-from headrace.orchestration.folder import prepare
+from headrace.orchestration.folder import prepare, write_whole
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
+from headrace.orchestration.resuming import Standing, inspect_run
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
 from headrace.resume import Start, open_session
@@ -64,10 +66,13 @@ def train(
     scorer: Any = None,
     folder: str | Path | None = None,
     resume: bool = False,
+    from_step: int | None = None,
     progress: bool = True,
 ) -> dict[str, Any]:
     """Execute a run and return its summary. `environment` and `scorer` are classes or functions of a module or
     script; they stand in for the configuration's own. In a script, call this under `if __name__ == "__main__":`.
+
+    `from_step`, with `resume`, goes on from an older checkpoint than the newest; 0 is the model it began with.
     """
     if CHILD in os.environ:
         raise ConfigError(
@@ -81,21 +86,23 @@ def train(
         config = _replace(config, "scorer", _reference(scorer))
     check_config(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
-    config = prepare(place, config, resume=resume, overwrite=False)
+    config = prepare(place, config, resume=resume, overwrite=False, from_step=from_step)
     try:
-        return run(config, place.path, resume=resume, progress=progress)
+        return run(config, place.path, resume=resume, from_step=from_step, progress=progress)
     finally:
         place.release()
 
 
-def run(config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dict[str, Any]:
+def run(
+    config: RunConfig, folder: Path, *, resume: bool, from_step: int | None = None, progress: bool
+) -> dict[str, Any]:
     """Execute a checked and resolved configuration in a folder this process holds. Blocks until the run has ended.
 
     Where an event loop runs already, as in a notebook, the run gets a thread of its own.
     """
 
     def execute() -> dict[str, Any]:
-        return asyncio.run(_Run(config, RunFolder(folder), resume, progress).execute())
+        return asyncio.run(_Run(config, RunFolder(folder), resume, from_step, progress).execute())
 
     try:
         asyncio.get_running_loop()
@@ -106,10 +113,12 @@ def run(config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dic
 
 
 class _Run:
-    def __init__(self, config: RunConfig, place: RunFolder, resume: bool, progress: bool):
+    def __init__(self, config: RunConfig, place: RunFolder, resume: bool, from_step: int | None, progress: bool):
         self._config = config
         self._place = place
         self._resume = resume
+        self._from_step = from_step
+        """What the first attempt resumes from; those after it go on from the newest checkpoint."""
         self._progress = progress
         self._logs = place.path / "logs"
         self._model = str(Path(config.model.path).absolute())
@@ -231,9 +240,19 @@ class _Run:
         return Pipeline(config, parts, start.progress)
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
-        latest = vault.latest() if self._resume else None
-        state = await trainer.load(latest) if latest is not None else None
-        start = await asyncio.to_thread(open_session, ledger, state)
+        standing, state = Standing(), None
+        if self._resume:
+            group_size = self._config.training.group_size
+            standing = await asyncio.to_thread(
+                inspect_run, self._place, group_size=group_size, from_step=self._from_step
+            )
+            self._from_step = None
+        if standing.checkpoint is not None:
+            state = await trainer.load(str(standing.checkpoint))
+        start = await asyncio.to_thread(
+            open_session, ledger, state, config=dump_config(self._config), lost=standing.lost
+        )
+        vault.set_aside(start.progress.step)
         if self._first_step is None:
             self._first_step = start.progress.step
         vault.forget_versions(start.progress.version + (1 if start.progress.recorded else 0))
@@ -371,7 +390,7 @@ class _Run:
     def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
         """Also written to summary.json. The ledger's sums are of the whole run; this session began after
         `first_step`, and the seconds are its own."""
-        ledger = Ledger(self._place.ledger, create=False)
+        ledger = Ledger(self._place.ledger, read_only=True)
         sums = ledger.sums()
         lag = ledger.query(
             "SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'"
@@ -390,8 +409,9 @@ class _Run:
             "ledger": sums,
             "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
             "evaluations": evaluations,
+            "digests": self._place.digests(),
         }
-        self._place.summary.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")
         return summary
 
 

@@ -14,6 +14,7 @@ class FolderVault:
     """
 
     def __init__(self, folder: Path, *, keep: int):
+        self._folder = folder
         self._checkpoints = folder / "checkpoints"
         self._versions = folder / "versions"
         self._keep = keep
@@ -28,6 +29,11 @@ class FolderVault:
 
     def checkpoint(self, step: int) -> str:
         return str(self._checkpoints / f"step-{step:06d}")
+
+    @staticmethod
+    def step_of(checkpoint: Path | None) -> int:
+        """The training step of a checkpoint's folder; 0 for none."""
+        return 0 if checkpoint is None else int(checkpoint.name.removeprefix("step-"))
 
     def candidate(self, version: int) -> str:
         return str(self._checkpoints / f"candidate-{version:07d}")
@@ -44,13 +50,14 @@ class FolderVault:
     async def prune(self) -> None:
         await asyncio.to_thread(self._prune)
 
-    def latest(self) -> str | None:
-        """The newest checkpoint. They appear whole or not."""
-        found = self._found()
-        return str(found[-1]) if found else None
-
-    def _found(self) -> list[Path]:
-        return sorted(_steps(self._checkpoints), key=lambda path: int(path.name[5:]))
+    def set_aside(self, step: int) -> None:
+        """Move checkpoints of later steps out of the way: a run that goes on from `step` leaves them behind."""
+        later = [path for number, path in checkpoint_steps(self._folder).items() if number > step]
+        if later:
+            aside = self._checkpoints / f"orphaned-{len(list(self._checkpoints.glob('orphaned-*'))) + 1}"
+            aside.mkdir()
+            for path in later:
+                path.rename(aside / path.name)
 
     def forget_versions(self, first: int) -> None:
         """Remove kept weights from number `first` on: a crash kept them before their number was given out."""
@@ -80,14 +87,11 @@ class FolderVault:
         shutil.rmtree(old, ignore_errors=True)
 
     def _prune(self) -> None:
-        for path in self._found()[: -self._keep]:
+        for path in list(checkpoint_steps(self._folder).values())[: -self._keep]:
             shutil.rmtree(path)
 
 
-def checkpointed_step(folder: Path) -> int:
-    """Of a run's newest checkpoint, or 0. Nothing is changed there."""
-    return max((int(path.name[5:]) for path in _steps(folder / "checkpoints")), default=0)
-
-
-def _steps(checkpoints: Path) -> list[Path]:
-    return [path for path in checkpoints.glob("step-*") if path.name[5:].isdigit()]
+def checkpoint_steps(folder: Path) -> dict[int, Path]:
+    """A run's checkpoints by their steps, in order. They appear whole or not."""
+    paths = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    return dict(sorted((int(path.name[5:]), path) for path in paths))

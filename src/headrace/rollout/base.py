@@ -57,6 +57,24 @@ class Environment(Protocol):
     async def rollout(self, task: Task, policy: Policy) -> dict[str, float] | None: ...
 
 
+def episode_seed(seed: int, sequence: int, place: int) -> int:
+    """The seed of an episode, of the run's seed, its group's number and its own place in the group."""
+    return ((seed * 1_000_003 + sequence) * 1_000_003 + place) & 0x7FFF_FFFF_FFFF
+
+
+def turn_seed(episode: int, call: int) -> int:
+    """The seed of the turn that comes of an episode's call, counted from 0."""
+    return (episode * 1_000_003 + call) & _SEEDS
+
+
+def call_of(episode: int, seed: int) -> int:
+    """The inverse: the call whose turn has this seed. Of another episode's seed a very large number."""
+    return (seed - turn_seed(episode, 0)) & _SEEDS
+
+
+_SEEDS = 0x7FFF_FFFF_FFFF_FFFF
+
+
 @dataclass(frozen=True)
 class EpisodeRequest:
     """One episode to run. `seed` names its random streams."""

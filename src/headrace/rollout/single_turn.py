@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from headrace.records import Task
 from headrace.rollout.base import Policy
 
@@ -18,9 +20,13 @@ class SingleTurn:
         self._system = system
 
     async def rollout(self, task: Task, policy: Policy) -> None:
+        await policy.sample(self.prompt(task))
+
+    def prompt(self, task: Task) -> str | list[dict[str, Any]]:
+        """What the policy is shown."""
         prompt = task.prompt
         if isinstance(prompt, str) and (self._chat or self._system):
             prompt = [{"role": "user", "content": prompt}]
         if not isinstance(prompt, str) and self._system:
             prompt = [{"role": "system", "content": self._system}, *prompt]
-        await policy.sample(prompt)
+        return prompt

@@ -30,7 +30,7 @@ from headrace.errors import EpisodeFailure, InputError
 from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
 from headrace.references import resolve
-from headrace.rollout.base import Completion, EpisodeRequest
+from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
 from headrace.rollout.tasks import TaskList, load_tasks
 from headrace.tokenizer import Tokenizer
@@ -260,7 +260,7 @@ class _Recorder:
             max_tokens=call.max_tokens,
             sampling=self._sampling,
             stop_strings=call.stop_strings,
-            seed=_turn_seed(self._request.seed, next(self._calls)),
+            seed=turn_seed(self._request.seed, next(self._calls)),
         )
         attempt = self._attempt
         self._open.add(request.id)
@@ -315,7 +315,3 @@ class _Recorder:
     def _end_open(self) -> None:
         for request_id in list(self._open):
             self._request.engine.cut(request_id)
-
-
-def _turn_seed(seed: int, turn: int) -> int:
-    return (seed * 1_000_003 + turn) & 0x7FFF_FFFF_FFFF_FFFF

@@ -7,7 +7,10 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from headrace.buffer.memory import MemoryBuffer
+from headrace.config.dump import dump_config
 from headrace.config.run import RunConfig
 from headrace.engine.pool import EnginePool
 from headrace.errors import ComponentDied
@@ -59,6 +62,7 @@ def simulate(
 
     A component's simulated death also ends a life. What was not durable by then is lost.
     """
+    config = msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, count=engines))
     world = World(costs=costs, dice=random.Random(seed))
     names = tuple(Task(id=str(i), prompt="") for i in range(tasks))
     seconds = 0.0
@@ -80,7 +84,7 @@ async def _life(
 ) -> tuple[bool, float]:
     trainer = SimTrainer(world)
     state = await trainer.load("latest") if world.checkpoints else None
-    start = open_session(world.ledger, state)
+    start = open_session(world.ledger, state, config=dump_config(config))
     world.batches = [(batch, made) for batch, made in world.batches if batch.step <= start.progress.step]
     parts = Parts(
         engines=EnginePool([SimEngine(world, f"engine-{i}") for i in range(engine_count)]),
@@ -102,6 +106,8 @@ async def _life(
         vault=SimVault(),
         tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
     )
+    progress = start.progress
+    parts.telemetry.event("started", session=start.session, step=progress.step, version=progress.version)
     if tamper is not None:
         tamper(parts)
     pipeline = Pipeline(config, parts, start.progress)
@@ -115,4 +121,5 @@ async def _life(
         return False, now
     if error is not None:
         raise error
+    await parts.telemetry.close()
     return True, now

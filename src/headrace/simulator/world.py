@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure, Superseded
 from headrace.ledger import Change, Ledger
 from headrace.records import Batch, Episode, WeightVersion
-from headrace.rollout.base import EpisodeRequest
+from headrace.rollout.base import EpisodeRequest, turn_seed
 from headrace.sync.base import Destination, Manifest, Seal, Stream, TensorSpec
 from headrace.training.base import StepReport
 from headrace.usage import Usage
@@ -112,10 +113,11 @@ class SimTrainer:
         assert self._staged[0].number == number
         return Seal(number=number, checksums=(self._staged[1],))
 
-    async def save(self, folder: str, state: dict[str, Any]) -> None:
+    async def save(self, folder: str, state: dict[str, Any]) -> str:
         async with self._turn:
             await self._world.spend(self._world.costs.save_s)
             self._world.checkpoints.append((state, self.weights))
+        return f"{self.weights:x}"
 
     async def export(self, folder: str) -> None: ...
 
@@ -145,7 +147,8 @@ class SimRollouts:
 
     async def run(self, request: EpisodeRequest) -> Episode:
         self._requests += 1
-        sample = SampleRequest(id=self._requests, context=np.zeros(4, np.int32), max_tokens=400)
+        seed = turn_seed(request.seed, 0)
+        sample = SampleRequest(id=self._requests, context=np.zeros(4, np.int32), max_tokens=400, seed=seed)
         self._open[request.id] = (request, sample.id)
         try:
             if self._world.happens(self._world.costs.environment_failure):
@@ -198,6 +201,7 @@ class SimStore:
 class SimTelemetry:
     def __init__(self, world: World):
         self._world = world
+        self._recorded: Counter[str] = Counter()
 
     def step(self, line: dict[str, Any]) -> None: ...
 
@@ -206,8 +210,10 @@ class SimTelemetry:
 
     def batch(self, batch: Batch, produced: int, teacher: int | None = None) -> None:
         self._world.batches.append((batch, produced))
+        self._recorded.update(groups_trained=len(batch.groups), episodes_trained=len(batch.advantages))
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        self.event("recorded", **self._recorded)
 
 
 class SimVault:

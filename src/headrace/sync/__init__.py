@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from headrace.sync.digest import version_digest
 from headrace.sync.layout import lay_out
 from headrace.sync.transport import open_channel, open_inlet, open_outlet
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from headrace.sync.receiver import Receiver
     from headrace.sync.sender import Sender
 
-__all__ = ["lay_out", "open_channel", "open_receiver", "open_sender"]
+__all__ = ["lay_out", "open_channel", "open_receiver", "open_sender", "version_digest"]
 
 
 def open_sender(

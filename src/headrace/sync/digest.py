@@ -11,7 +11,7 @@ Pieces make many independent inputs of one tensor, which is what a GPU needs (`k
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import pairwise
@@ -42,6 +42,12 @@ def digests(tensors: Sequence[torch.Tensor]) -> list[int]:
     in a thread of its own, as where weights are verified, that would start a second pool of OpenMP threads.
     """
     return Digester(tensors).digests()
+
+
+def version_digest(checksums: Mapping[str, int]) -> int:
+    """One number for all of a version's bytes, given its tensors' digests by name, wherever they lay."""
+    named = [f"{name} {checksums[name]:016x}\n" for name in sorted(checksums)]
+    return xxhash.xxh3_64_intdigest("".join(named).encode())
 
 
 class Digester:

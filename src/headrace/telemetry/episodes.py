@@ -160,10 +160,11 @@ def read_episodes(folder: str | Path | RunFolder, step: int | None = None) -> It
     place = folder if isinstance(folder, RunFolder) else RunFolder(folder)
     for number, file in place.step_files():
         if step is None or number == step:
-            yield from _read_file(file)
+            yield from read_step_file(file)
 
 
-def _read_file(file: Path) -> Iterator[StoredEpisode]:
+def read_step_file(file: Path) -> Iterator[StoredEpisode]:
+    """The episodes in one file, in its order."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from headrace.errors import RunFolderError
 
 LOCK = ".headrace.lock"
@@ -137,11 +139,21 @@ class RunFolder:
         found = [(_STEP_FILE.fullmatch(file.name), file) for file in self.episodes.glob("step-*.jsonl")]
         return sorted((int(match[1]), file) for match, file in found if match)
 
+    def orphaned_files(self) -> list[tuple[int, Path]]:
+        """Steps that resuming set aside, and their files."""
+        found = [(_STEP_FILE.fullmatch(file.name), file) for file in self.episodes.glob("orphaned-*/step-*.jsonl")]
+        return sorted((int(match[1]), file) for match, file in found if match)
+
     def read_metrics(self) -> list[dict[str, Any]]:
         return list(read_lines(self.metrics))
 
     def read_events(self, kind: str | None = None) -> list[dict[str, Any]]:
         return [event for event in read_lines(self.events) if kind is None or event.get("kind") == kind]
+
+    def digests(self) -> dict[str, str]:
+        """XXH3-64 of the files that are complete when a run has ended, by their names."""
+        files = [self.config, self.metrics, self.events]
+        return {file.name: file_digest(file) for file in files if file.is_file()}
 
     # ── Resuming ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -166,6 +178,15 @@ class RunFolder:
             for file in files:
                 file.rename(aside_folder / file.name)
         return {"metrics": len(orphaned), "episode_files": len(files)}
+
+
+def file_digest(file: Path) -> str:
+    """XXH3-64 of a file's bytes."""
+    found = xxhash.xxh3_64()
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import xxhash
 
 from headrace.records import Batch, Group
 from headrace.telemetry.config import RecordingConfig
@@ -159,11 +160,15 @@ class FolderTelemetry:
             target = self.folder.step_file(batch.step)
             target.parent.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(".partial")
+            digest = xxhash.xxh3_64()
             with partial.open("wb") as file:
                 for line in episode_lines(batch, produced, keep, self._decode and self._read, teacher):
                     file.write(line)
+                    digest.update(line)
                     written += 1
             os.replace(partial, target)
+            stored = {"step": batch.step, "episodes": written, "digest": digest.hexdigest()}
+            self._write_event("stored", self._clock(), stored)
         self.recorded.update(
             groups_trained=len(batch.groups),
             groups_written=len(kept),

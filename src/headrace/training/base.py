@@ -44,8 +44,9 @@ class Trainer(Protocol):
         """Offer the version that was staged last once more, whole, to engines that could not take it."""
         ...
 
-    async def save(self, folder: str, state: dict[str, Any]) -> None:
-        """Write a checkpoint: weights, optimizer, random state and `state`. The folder appears whole or not."""
+    async def save(self, folder: str, state: dict[str, Any]) -> str:
+        """Write a checkpoint: weights, optimizer, random state and `state`. The folder appears whole or not.
+        Returns the digest that its state.json has."""
         ...
 
     async def export(self, folder: str) -> None:

@@ -6,7 +6,7 @@
         teacher.safetensors      in self-distillation: the teacher, and the one to come
         random.json              the states of torch's, NumPy's and Python's generators
         state.json               format, step, version, training.lora, the mismatch last seen, the caller's state;
-                                 size and CRC-32 of each file above
+                                 size and CRC-32 of each file above; digest of all that state.json says
 
 A checkpoint is written under a temporary name, brought to the disk and renamed.
 """
@@ -17,7 +17,6 @@ import json
 import os
 import shutil
 import tempfile
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,11 +29,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from headrace.errors import RunFolderError
+from headrace.training.checkpoint_state import damaged, fingerprint, read_state, write_state
 from headrace.training.config import LoraConfig
 from headrace.training.sums import NEVER_SEEN, Mismatch
 
-FORMAT = 1
-WEIGHTS, OPTIMIZER, RANDOM, STATE = "weights.safetensors", "optimizer.safetensors", "random.json", "state.json"
+WEIGHTS, OPTIMIZER, RANDOM = "weights.safetensors", "optimizer.safetensors", "random.json"
 TEACHER = "teacher.safetensors"
 _TEMPORARY, _REPLACED = ".tmp-", ".old-"
 
@@ -56,35 +55,35 @@ class Checkpoint:
     mismatch: Mismatch = NEVER_SEEN
 
 
-def save(folder: str | Path, checkpoint: Checkpoint) -> None:
-    """Write the checkpoint. `folder` appears whole or not; one that was there before is replaced."""
-    with whole_folder(folder) as temporary:
+def save(folder: str | Path, checkpoint: Checkpoint) -> str:
+    """Write the checkpoint and return its digest. `folder` appears whole or not; one that was there before is
+    replaced. RunFolderError where the disk does not take it."""
+    with disk_told(folder, "a checkpoint"), whole_folder(folder) as temporary:
         save_tensors(temporary / WEIGHTS, checkpoint.weights)
         save_tensors(temporary / OPTIMIZER, checkpoint.optimizer)
         if checkpoint.teacher:
             save_tensors(temporary / TEACHER, checkpoint.teacher)
         (temporary / RANDOM).write_text(json.dumps(checkpoint.random))
-        files = {file.name: _fingerprint(file) for file in sorted(temporary.iterdir())}
-        content = {
-            "format": FORMAT,
-            "step": checkpoint.step,
-            "version": checkpoint.version,
-            "state": checkpoint.state,
-            "lora": msgspec.to_builtins(checkpoint.lora),
-            "mismatch_seen": list(checkpoint.mismatch),
-            "files": files,
-        }
-        (temporary / STATE).write_text(json.dumps(content, indent=1))
+        return write_state(
+            temporary,
+            {
+                "step": checkpoint.step,
+                "version": checkpoint.version,
+                "state": checkpoint.state,
+                "lora": msgspec.to_builtins(checkpoint.lora),
+                "mismatch_seen": list(checkpoint.mismatch),
+            },
+        )
 
 
 def load(folder: str | Path) -> Checkpoint:
     """Read a checkpoint, every byte checked. Raises RunFolderError for one that is missing or damaged."""
     folder = Path(folder)
-    content = _read_state(folder)
+    content = read_state(folder)
     for name, expected in content["files"].items():
         file = folder / name
-        if not file.is_file() or _fingerprint(file) != expected:
-            raise _damaged(folder, f"{name} is missing or not what was written")
+        if not file.is_file() or fingerprint(file) != expected:
+            raise damaged(folder, f"{name} is missing or not what was written")
     try:
         return Checkpoint(
             weights=load_file(folder / WEIGHTS),
@@ -98,7 +97,7 @@ def load(folder: str | Path) -> Checkpoint:
             mismatch=Mismatch(*content.get("mismatch_seen", NEVER_SEEN)),
         )
     except (SafetensorError, msgspec.ValidationError, ValueError, OSError) as error:
-        raise _damaged(folder, str(error)) from error
+        raise damaged(folder, str(error)) from error
 
 
 @contextmanager
@@ -130,47 +129,31 @@ def save_tensors(file: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def save_file_whole(file: str | Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """One safetensors file that appears whole or not."""
+    """One safetensors file that appears whole or not. RunFolderError where the disk does not take it."""
     file = Path(file)
-    file.parent.mkdir(parents=True, exist_ok=True)
     temporary = file.with_name(f"{file.name}{_TEMPORARY}{os.getpid()}")
-    try:
-        save_tensors(temporary, tensors)
-        _to_disk(temporary)
-        temporary.replace(file)
-        _to_disk(file.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with disk_told(file, "a version's weights"):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            save_tensors(temporary, tensors)
+            _to_disk(temporary)
+            temporary.replace(file)
+            _to_disk(file.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
-def _read_state(folder: Path) -> dict[str, Any]:
-    if not folder.is_dir():
-        raise RunFolderError("a checkpoint is a folder", str(folder), "check the path")
+@contextmanager
+def disk_told(path: str | Path, what: str) -> Iterator[None]:
+    """Errors of the disk with the path and what helps."""
     try:
-        content = json.loads((folder / STATE).read_text())
-    except (OSError, ValueError) as error:
-        raise _damaged(folder, f"{STATE}: {error}") from error
-    if not isinstance(content, dict) or not {"format", "step", "version", "state", "files"} <= content.keys():
-        raise _damaged(folder, f"{STATE} lacks an entry")
-    if content["format"] > FORMAT:
+        yield
+    except (OSError, SafetensorError) as error:
         raise RunFolderError(
-            f"this Headrace reads checkpoints up to format {FORMAT}", content["format"], "upgrade Headrace"
-        )
-    return content
-
-
-def _damaged(folder: Path, how: str) -> RunFolderError:
-    return RunFolderError(
-        f"a checkpoint must be complete and undamaged: {how}", str(folder), "resume from an earlier checkpoint"
-    )
-
-
-def _fingerprint(file: Path) -> dict[str, int]:
-    checksum = 0
-    with file.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            checksum = zlib.crc32(block, checksum)
-    return {"bytes": file.stat().st_size, "crc32": checksum}
+            f"{what} can be written",
+            f"{path}: {error}",
+            "look at the disk's free space and the folder's permissions; then --resume goes on",
+        ) from error
 
 
 def _to_disk(path: Path) -> None:

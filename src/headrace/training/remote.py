@@ -129,6 +129,13 @@ class TrainerOk(Record):
     call: int
 
 
+@message
+class Saved(Record):
+    call: int
+    digest: str
+    """The checkpoint's."""
+
+
 # ── The trainer's process ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -191,8 +198,8 @@ class TrainerServer:
             return Trained(call=record.call, report=msgspec.structs.replace(report, seconds=seconds))
         if isinstance(record, Save):
             if record.what == "checkpoint":
-                trainer.save(record.path, record.state)
-            elif record.what == "export":
+                return Saved(call=record.call, digest=trainer.save(record.path, record.state))
+            if record.what == "export":
                 trainer.export(record.path)
             else:
                 trainer.keep(record.version, record.path)
@@ -288,8 +295,9 @@ class RemoteTrainer:
         reply = await self._publish(Restage(call=self.peer.next_call(), number=number, to=tuple(to)))
         return reply.manifest, reply.seal
 
-    async def save(self, folder: str, state: dict[str, Any]) -> None:
-        await self._call(Save(call=self.peer.next_call(), what="checkpoint", path=folder, state=state))
+    async def save(self, folder: str, state: dict[str, Any]) -> str:
+        reply = await self._call(Save(call=self.peer.next_call(), what="checkpoint", path=folder, state=state))
+        return str(reply.digest)
 
     async def export(self, folder: str) -> None:
         await self._call(Save(call=self.peer.next_call(), what="export", path=folder))

@@ -263,10 +263,10 @@ class LocalTrainer:
         there is an adapter, its own alone, under the names of PEFT's files."""
         return {name: parameter.detach() for name, parameter in self._backend.parameters().items()}
 
-    def save(self, folder: str | Path, state: dict[str, Any]) -> None:
-        """Write a checkpoint with the caller's JSON-able `state`."""
+    def save(self, folder: str | Path, state: dict[str, Any]) -> str:
+        """Write a checkpoint with the caller's JSON-able `state`; returns its digest."""
         self._check_whole()
-        checkpoint.save(
+        return checkpoint.save(
             folder,
             checkpoint.Checkpoint(
                 weights=self.tensors(),
@@ -313,7 +313,7 @@ class LocalTrainer:
         """Write the weights as a Hugging Face folder that appears whole or not. An adapter is merged into them, and
         in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
         self._check_whole()
-        with checkpoint.whole_folder(folder) as temporary:
+        with checkpoint.disk_told(folder, "a model"), checkpoint.whole_folder(folder) as temporary:
             self._backend.save_hf(temporary)
 
     def keep(self, version: int, file: str | Path) -> None:

@@ -346,7 +346,7 @@ def settle_metrics(run: Path) -> None:
 
 def settle_summary(run: Path) -> None:
     """Compute again what summary.json says of the ledger."""
-    ledger = Ledger(run / "ledger.sqlite", create=False)
+    ledger = Ledger(run / "ledger.sqlite", read_only=True)
     summary = json.loads((run / "summary.json").read_text())
     summary["ledger"] = ledger.sums()
     trained = "FROM episodes WHERE state = 'trained'"

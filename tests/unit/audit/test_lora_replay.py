@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peft
@@ -11,13 +12,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from headrace.audit import AuditReport, _recompute
+from headrace.audit.evidence import Evidence, StoredStep
+from headrace.audit.findings import Findings
 from headrace.audit.kept import KeptVersions
 from headrace.audit.recompute import replay_logprobs
+from headrace.audit.replay import recompute_episodes
+from headrace.audit.sample import Place, Sample
 from headrace.config.load import read_config
 from headrace.config.run import RunConfig
 from headrace.engine.config import NativeEngineConfig
 from headrace.errors import RunFolderError
+from headrace.ledger import Ledger
 from headrace.models import (
     CachedContext,
     CausalLM,
@@ -203,6 +208,18 @@ def config(run: RunFolder) -> RunConfig:
     return read_config(run.path / "run.toml")
 
 
+def recomputed(run: RunFolder, config: RunConfig, turns: list[Turn]) -> tuple[dict[str, Any], Findings]:
+    """What an audit finds that recomputes an episode of each turn."""
+    items = [stored(turn, number) for number, turn in enumerate(turns)]
+    evidence = Evidence(
+        ledger=Ledger(":memory:"), config=config, steps=[StoredStep(1, lambda: iter(items), "step 1")], folder=run
+    )
+    sample, findings = Sample(evidence, 10), Findings()
+    for line, item in enumerate(items):
+        sample.offer(item, Place(1, line))
+    return recompute_episodes(evidence, sample, findings), findings
+
+
 def stored(turn: Turn, number: int) -> StoredEpisode:
     episode = Episode(id=f"e{number}", task=Task(id="t", prompt="p"), turns=(turn,), reward=0.0)
     return StoredEpisode(episode, "g", 0, 0, 1, 3, 4, 0.0, None)
@@ -210,19 +227,16 @@ def stored(turn: Turn, number: int) -> StoredEpisode:
 
 def test_an_audit_recomputes_a_run_with_an_adapter(run: RunFolder, config: RunConfig) -> None:
     turns = [sample(run, lineage, 12, 7, torch.float32) for lineage in lineages()]
-    report = AuditReport(ledger={})
-    _recompute(report, config, run, [stored(turn, i) for i, turn in enumerate(turns)], 10)
-    assert report.ok
-    assert report.recomputed is not None
-    assert (report.recomputed["episodes"], report.recomputed["tokens"]) == (3, 36)
-    assert report.recomputed["max_abs_diff"] < 1e-5
+    figures, findings = recomputed(run, config, turns)
+    assert findings.ok
+    assert (figures["episodes"], figures["tokens"]) == (3, 36)
+    assert figures["max_abs_diff"] < 1e-5
 
 
 def test_an_audit_finds_an_adapter_that_was_not_the_one_served(run: RunFolder, config: RunConfig) -> None:
     turn = sample(run, lineages()[1], 12, 7, torch.float32)
     (run.versions / "0000002.safetensors").replace(run.versions / "0000001.safetensors")
-    report = AuditReport(ledger={})
-    _recompute(report, config, run, [stored(turn, 0)], 10)
-    (violation,) = report.violations
+    _, findings = recomputed(run, config, [turn])
+    (violation,) = findings.violations
     assert violation.law == "provenance"
     assert "of version 1" in violation.what

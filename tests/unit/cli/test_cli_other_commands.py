@@ -17,7 +17,7 @@ from batch_builders import make_turn
 from cli_answer import Answer
 from folder_builders import LETTERS
 
-from headrace.audit.laws import Violation
+from headrace.audit.findings import Findings, Violation
 from headrace.config.dump import dump_config
 from headrace.config.load import read_config
 from headrace.records import Batch, Episode, Group, Task
@@ -152,12 +152,13 @@ def test_show_says_what_there_is_when_nothing_matches(run: Path, headrace: Headr
 def fake_audit(monkeypatch: pytest.MonkeyPatch, violations: list[dict[str, str]]) -> list[tuple[Path, int]]:
     calls: list[tuple[Path, int]] = []
 
-    def run_audit(folder: Path, recompute: int) -> Any:
+    def run_audit(folder: Path, recompute: int, *, strict: bool) -> Any:
         calls.append((folder, recompute))
         return SimpleNamespace(
             ok=not violations,
             ledger={"admitted": 3, "trained": 3, "in_flight": 0, "dropped": {}},
-            violations=[Violation(**violation) for violation in violations],
+            violations=(found := [Violation(**violation) for violation in violations]),
+            findings=Findings(violations=found, unchecked={"prompts": "the chat template shows the date"}),
             recomputed={"episodes": recompute, "tokens": 14, "max_abs_diff": 2e-6, "mean_abs_diff": 1e-7},
         )
 
@@ -171,6 +172,7 @@ def test_a_clean_audit_exits_with_0(run: Path, headrace: Headrace, monkeypatch: 
     assert answer.code == 0
     assert calls == [(run, 2)]
     assert "all hold" in answer.out
+    assert "prompts: the chat template shows the date" in answer.out
     assert "14 tokens of 2 episodes recomputed: differ by 1e-07 on average, 2e-06 at most" in answer.out
 
 

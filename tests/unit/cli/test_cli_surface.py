@@ -15,8 +15,8 @@ import headrace as package
 from headrace.cli.main import app
 
 SURFACE = {
-    "train": ["config", "--set", "--run", "--resume", "--overwrite", "--json"],
-    "audit": ["run", "--recompute", "--json"],
+    "train": ["config", "--set", "--run", "--resume", "--from", "--overwrite", "--json"],
+    "audit": ["run", "--recompute", "--strict", "--json"],
     "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--json"],
     "doctor": ["--json"],
     "bench": ["name", "--set", "--json"],

@@ -36,7 +36,9 @@ class FakeRun:
         self.calls: list[tuple[RunConfig, Path, bool, bool]] = []
         self.error: Exception | None = None
 
-    def run(self, config: RunConfig, folder: Path, *, resume: bool, progress: bool) -> dict[str, Any]:
+    def run(
+        self, config: RunConfig, folder: Path, *, resume: bool, from_step: int | None, progress: bool
+    ) -> dict[str, Any]:
         self.calls.append((config, folder, resume, progress))
         print("a user's scorer prints this")
         os.system("echo and a child process prints that")

@@ -12,11 +12,13 @@ import torch
 from headrace.config.run import ModelConfig, RunConfig
 from headrace.engine.config import NativeEngineConfig
 from headrace.errors import ConfigError
+from headrace.ledger import Ledger
 from headrace.models import dtype_on
 from headrace.orchestration import folder, gpu
 from headrace.rollout.config import JsonlTasks
 from headrace.sync.config import SyncConfig
 from headrace.telemetry.folder import RunFolder
+from headrace.training.checkpoint_state import write_state
 from headrace.training.config import TrainingConfig
 
 
@@ -85,8 +87,12 @@ def test_a_resumed_run_does_not_end_before_where_it_is(tmp_path) -> None:
     run = RunFolder(tmp_path / "run")
     folder.prepare(run, config(), resume=False, overwrite=False)
     run.release()
-    run.ledger.touch()
+    ledger = Ledger(run.ledger)
+    ledger.recover(None, run.config.read_text())
+    ledger.apply([("INSERT INTO versions (number, step, session) VALUES (?, ?, ?)", (6, 6, 1))])
+    ledger.close()
     (run.checkpoints / "step-000006").mkdir(parents=True)
+    write_state(run.checkpoints / "step-000006", {"step": 6, "version": 6, "state": {"step": 6, "version": 6}})
     before = run.config.read_text()
     with pytest.raises(ConfigError, match="has done 6 steps"):
         folder.prepare(run, config(training={"steps": 3}), resume=True, overwrite=False)

@@ -97,7 +97,7 @@ def test_engines_sleep_during_each_step_and_wake_with_the_version_it_made(buffer
     turns = [line.format(number) for number in range(1, STEPS) for line in turn]
     assert diary.lines == ["engine-0 has 0", *turns, *turn[:2]], "after the last step nothing is sampled"
     assert outcome.finished
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
     assert [event["step"] for event in slept(outcome)] == [1, 2, 3, 4]
     assert [event["woken"] for event in slept(outcome)] == [["engine-0"]] * 3 + [[]]
     assert all(event["asleep_s"] > 0 for event in slept(outcome))
@@ -111,7 +111,7 @@ def test_requests_wait_while_their_engine_sleeps_and_their_lineage_says_so():
     through = [turn for turn in turns if any(event.cause == "sleep" for event in turn.lineage)]
     assert through
     assert all(event.before == "recomputed" for turn in through for event in turn.lineage[1:])
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
 
 
 def test_weights_are_kept_over_a_step_whose_version_is_not_published():
@@ -122,7 +122,7 @@ def test_weights_are_kept_over_a_step_whose_version_is_not_published():
     assert asleep == [kept, lost, kept, lost]
     assert [line for line in diary.lines if "has" in line] == ["engine-0 has 0", "engine-0 has 2"]
     assert diary.lines.count("engine-0 wakes") == STEPS - 1
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
 
 
 @pytest.mark.parametrize("change", [{"payload": "delta"}, {"lora": True}])
@@ -169,7 +169,7 @@ def test_engines_sleep_on_until_a_version_that_the_trainer_could_not_offer_has_c
     assert diary.lines[1:-2] == [line.format(number) for number in range(1, STEPS) for line in turn]
     failures = [event["who"] for event in outcome.world.events if event["kind"] == "sync_failed"]
     assert failures == ["engine-0", "trainer"]
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
 
 
 def test_a_trainer_that_dies_while_engines_sleep_ends_a_life_and_the_run_goes_on():
@@ -188,7 +188,7 @@ def test_a_trainer_that_dies_while_engines_sleep_ends_a_life_and_the_run_goes_on
 
     outcome = simulate(config, Costs(), seed=1, tamper=tamper)
     assert (outcome.finished, outcome.lives) == (True, 2)
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
 
 
 def evaluated(every: int, samples: int, costs: Costs) -> tuple[list[str], list[dict[str, Any]]]:
@@ -203,7 +203,7 @@ def evaluated(every: int, samples: int, costs: Costs) -> tuple[list[str], list[d
         diary.note(parts.evaluator)
 
     outcome = simulate(config, costs, seed=1, tamper=tamper)
-    assert violations(outcome, config) == []
+    assert violations(outcome) == []
     lines = [line for line in diary.lines if "engine-eval" in line]
     return lines, [event for event in outcome.world.events if event["kind"] == "evaluated"]
 

@@ -1,0 +1,207 @@
+"""events.jsonl against the ledger: sessions, published versions, drops, checkpoints, and what was recorded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from headrace.audit.evidence import Evidence
+from headrace.audit.findings import CORRUPTION, LEDGER, PROVENANCE, RECORDS, SWAP, Findings, some
+from headrace.audit.versions import Tree
+from headrace.ledger import DROPPED, IN_FLIGHT, LOST_IN_CRASH
+from headrace.telemetry.folder import file_digest
+
+
+@dataclass
+class Published:
+    """What the events say of versions: the digest of each that was published."""
+
+    checksums: dict[int, int] = field(default_factory=dict)
+    kept: set[int] = field(default_factory=set)
+    """Versions whose weights were kept for the audit."""
+
+
+def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Published:
+    """All events, in the order they were written."""
+    reader = _Reader(evidence, tree, findings)
+    for event in evidence.events():
+        kind = event.get("kind")
+        if not isinstance(kind, str):
+            findings.add(RECORDS, "events.jsonl", f"an event without a kind: {str(event)[:80]}")
+            continue
+        look = getattr(reader, f"see_{kind}", None)
+        if look is not None:
+            try:
+                look(event)
+            except (KeyError, TypeError) as error:
+                findings.add(RECORDS, "events.jsonl", f"an event {kind!r} lacks what such have: {error}")
+        findings.checked["events"] += 1
+    reader.finish()
+    return reader.published
+
+
+class _Reader:
+    def __init__(self, evidence: Evidence, tree: Tree, findings: Findings):
+        self._evidence, self._tree, self._findings = evidence, tree, findings
+        self._sessions = {session.number: session for session in tree.sessions}
+        self._session = 0
+        self._newest = -1
+        """Published in this session."""
+        self._last_published: dict[int, int] = {}
+        self._recorded = 0
+        self._dropped: Counter[str] = Counter()
+        self._stored: dict[int, tuple[str, int]] = {}
+        """Of each step the digest of its file and the episodes in it, as written last."""
+        self.published = Published()
+
+    # ── What events say ──────────────────────────────────────────────────────────────────────────────────
+
+    def see_started(self, event: dict[str, Any]) -> None:
+        number, step, version = event["session"], event["step"], event["version"]
+        where = f"session {number}"
+        if number <= self._session or number not in self._sessions:
+            self._findings.add(LEDGER, where, f"it started after session {self._session}; the ledger has no such")
+        known = self._tree.versions.get(version)
+        if known is not None and known.step != step:
+            self._findings.add(LEDGER, where, f"it started with version {version} at step {step}, not {known.step}")
+        session = self._sessions.get(number)
+        if (
+            session is not None
+            and known is not None
+            and version not in (session.restored, self._tree.first_of.get(number))
+        ):
+            self._findings.add(LEDGER, where, f"it started with version {version}, which is not its first")
+        self._session, self._newest = number, -1
+
+    def see_published(self, event: dict[str, Any]) -> None:
+        number, checksum = event["version"], event["checksum"]
+        where = f"version {number}"
+        known = self._tree.versions.get(number)
+        if known is None:
+            self._findings.add(LEDGER, where, "published without being in the ledger")
+        elif known.step != event["step"]:
+            self._findings.add(
+                LEDGER, where, f"published as of step {event['step']}, in the ledger of {known.step}"
+            )
+        before = self.published.checksums.setdefault(number, checksum)
+        if before != checksum:
+            self._findings.add(SWAP, where, "different sets of weights were published under it")
+        for engine, served in event.get("served", {}).items():
+            if served != checksum:
+                self._findings.add(SWAP, where, f"{engine} served other bytes than were published")
+        if number < self._newest:
+            self._findings.add(SWAP, where, f"published after version {self._newest}")
+        self._newest = max(self._newest, number)
+        self._last_published[self._session] = self._newest
+
+    def see_kept(self, event: dict[str, Any]) -> None:
+        self.published.kept.add(event["version"])
+
+    def see_dropped(self, event: dict[str, Any]) -> None:
+        name, reason = event["episode"], event["reason"]
+        rows = self._evidence.ledger.query("SELECT state, reason, session FROM episodes WHERE id = ?", (name,))
+        self._dropped[reason] += 1
+        if not rows:
+            if not self._crashed(self._session):
+                self._findings.add(LEDGER, name, f"dropped ({reason}) by the events, and not in the ledger")
+            return
+        state, said, session = rows[0]
+        # A session that crashed may have lost the ledger's row: it stands as lost, or another has its name now.
+        forgotten = session != self._session or said == LOST_IN_CRASH or state == IN_FLIGHT
+        if said == reason or (forgotten and self._crashed(self._session)):
+            return
+        self._findings.add(LEDGER, name, f"dropped ({reason}) by the events, in the ledger {state} ({said})")
+
+    def see_checkpoint(self, event: dict[str, Any]) -> None:
+        number, step = event["version"], event["step"]
+        known = self._tree.versions.get(number)
+        if known is None or known.step != step:
+            has = "no such version" if known is None else f"it at step {known.step}"
+            self._findings.add(
+                LEDGER, f"version {number}", f"checkpointed at step {step}, and the ledger has {has}"
+            )
+
+    def see_teacher(self, event: dict[str, Any]) -> None:
+        if event["version"] is not None and event["version"] not in self._tree.versions:
+            self._findings.add(LEDGER, f"version {event['version']}", "it taught, and is not in the ledger")
+
+    def see_stored(self, event: dict[str, Any]) -> None:
+        self._stored[event["step"]] = event["digest"], event["episodes"]
+
+    def see_recorded(self, event: dict[str, Any]) -> None:
+        """At the end of a session: how much was trained on in it, and how much of that written."""
+        rows = self._evidence.ledger.query(
+            "SELECT COUNT(*), COUNT(DISTINCT sequence) FROM episodes"
+            " WHERE produced IN (SELECT number FROM versions WHERE session = ?)",
+            (self._session,),
+        )[0]
+        said = event.get("episodes_trained", 0), event.get("groups_trained", 0)
+        if said != rows and not self._crashed(self._session):
+            what = f"{said} episodes and groups were trained by the events, {rows} by the ledger"
+            self._findings.add(LEDGER, f"session {self._session}", what)
+        self._recorded = self._session
+
+    # ── What they should have said ───────────────────────────────────────────────────────────────────────
+
+    def finish(self) -> None:
+        for number, session in self._sessions.items():
+            if session.finished and number not in self._last_published and session.config:
+                self._findings.add(RECORDS, f"session {number}", "events.jsonl has no version published in it")
+            if session.finished and self._recorded < number == max(self._sessions):
+                self._findings.add(RECORDS, f"session {number}", "events.jsonl does not have its end")
+        self._check_sampled()
+        self._check_drops()
+        self._check_files()
+
+    def _check_sampled(self) -> None:
+        """What tokens were sampled under was published, unless a crash took the event."""
+        query = "SELECT version_min, version_max FROM episodes WHERE produced IS NOT NULL"
+        sampled = {v for row in self._evidence.ledger.rows(f"{query} GROUP BY 1, 2") for v in row if v is not None}
+        missing = {
+            number
+            for number in sampled - self.published.checksums.keys()
+            if number in self._tree.versions and not self._may_be_lost(number)
+        }
+        if missing:
+            self._findings.add(PROVENANCE, "events.jsonl", f"tokens of versions never published: {some(missing)}")
+
+    def _may_be_lost(self, number: int) -> bool:
+        session = self._tree.versions[number].session
+        return self._crashed(session) and number >= self._last_published.get(session, -1)
+
+    def _check_drops(self) -> None:
+        """A finished run tells of each failure that the ledger counts, once its group has ended."""
+        if self._evidence.crashed or len(self._sessions) != 1:
+            return
+        rows = self._evidence.ledger.rows(
+            "SELECT reason, COUNT(*) FROM episodes WHERE state = ? GROUP BY 1", (DROPPED,)
+        )
+        for reason, count in rows:
+            if self._dropped[reason] > count:
+                what = f"{self._dropped[reason]} episodes by the events, {count} by the ledger"
+                self._findings.add(LEDGER, f"dropped ({reason})", what)
+
+    def _check_files(self) -> None:
+        """The bytes of stored steps, and how many episodes of them were written."""
+        for stored in self._evidence.steps:
+            if stored.file is None or stored.step not in self._stored:
+                continue
+            digest, _ = self._stored[stored.step]
+            self._findings.checked["digests"] += 1
+            if file_digest(stored.file) != digest:
+                self._findings.add(CORRUPTION, stored.where, "its bytes are not those that were written")
+
+    def _crashed(self, number: int) -> bool:
+        session = self._sessions.get(number)
+        return session is None or not session.finished
+
+
+def check_digests(evidence: Evidence, summary: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """(file, what) where the files that a finished run's summary names have other bytes."""
+    assert evidence.folder is not None
+    for name, digest in summary.get("digests", {}).items():
+        file = evidence.folder.path / name
+        if file.is_file() and file_digest(file) != digest:
+            yield name, "its bytes are not those that the run ended with"
