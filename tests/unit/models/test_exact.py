@@ -177,9 +177,7 @@ def test_nor_where_the_library_computes_by_the_instructions_of_another_cpu(instr
 def test_a_library_whose_rows_always_depend_on_their_place_is_refused(monkeypatch):
     exact_plain.block_rows.cache_clear()
     monkeypatch.setattr(exact_plain, "_treats_rows_alike", lambda *_: False)
-    with pytest.raises(
-        HeadraceError, match=r"rows do not depend .*none of 32, 48, 24, 16.*; set eng"
-    ):
+    with pytest.raises(HeadraceError, match=r"rows do not depend .*none of 32, 48, 24, 16.*; set eng"):
         exact_plain.linear(torch.ones(1, 16), torch.ones(16, 16), None)
 
 
