@@ -46,7 +46,8 @@ def test_outcomes_of_all_kinds_are_counted_by_file(run, tmp_path):
         test_mixed="import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip('no')\n",
         test_broken="import nothing_of_that_name\n",
         test_edges=(
-            "import pytest\n@pytest.fixture\ndef before(): assert 0\n@pytest.fixture\ndef after():\n yield\n assert 0\n"
+            "import pytest\n@pytest.fixture\ndef before(): assert 0\n"
+            "@pytest.fixture\ndef after():\n yield\n assert 0\n"
             "def test_a(before): pass\ndef test_b(after): pass\ndef test_c(): pass\n"
         ),
         test_empty="",
