@@ -50,7 +50,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             report.nodeid
             for reports in terminalreporter.stats.values()
             for report in reports
-            if ("compared", how) in getattr(report, "user_properties", ())
+            if dict(getattr(report, "user_properties", ())).get("compared") == how
         }
         if names:
             terminalreporter.write_line(f"{len(names)} promises of equal bits were compared {words}")
