@@ -3,12 +3,17 @@ VENV ?= .venv
 PYTHON ?= python3
 RUN := $(VENV)/bin
 
-.PHONY: train test test-full lint check clean help
+# The tests on a GPU run by the interpreter that PYTHON names, where it is given, as it is: nothing is installed.
+GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(RUN)/python,$(PYTHON))
+GPU_NEEDS := $(if $(filter file,$(origin PYTHON)),$(VENV)/.installed)
+
+.PHONY: train test test-full test-gpu lint check clean help
 
 help:
 	@echo "make train   the quickstart: asynchronous GRPO on this machine, about a minute after installation"
 	@echo "make test    all tests that need no GPU"
 	@echo "make test-full   also those that take minutes"
+	@echo "make test-gpu    those that need a GPU; HALF=1 or HALF=2 for one of two halves of nine minutes at most"
 	@echo "make lint    formatting, lint, types, layers"
 
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -26,6 +31,9 @@ test: $(VENV)/.installed
 
 test-full: $(VENV)/.installed
 	$(RUN)/python -m pytest tests --ignore=tests/gpu --numprocesses=2 --dist=worksteal $(ARGS)
+
+test-gpu: $(GPU_NEEDS)
+	$(GPU_PYTHON) tests/gpu/run.py $(if $(HALF),--half $(HALF))
 
 lint: $(VENV)/.installed
 	$(RUN)/ruff format --check .

@@ -18,6 +18,7 @@ COMMANDS = {
     "mask": "headrace bench mask --json",
     "train": "headrace bench train --json",
     "e2e": "headrace bench e2e --json",
+    "tests_gpu": "make test-gpu",
     "learning": "python benchmarks/learning/study.py report runs/learning",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
     "sync-h200-steps": "headrace bench sync --set parts=steps --json",

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
+
+from interpreted import SameBits, observed
 
 # A busy machine takes its time for a case now and then; what must not hang has pytest's own limit.
 settings.register_profile("headrace", deadline=None)
@@ -25,3 +29,28 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = _with_scalar_index
+
+
+@pytest.fixture
+def same_bits(monkeypatch: pytest.MonkeyPatch, record_property: Any) -> Iterator[SameBits]:
+    """Compares bits where the arithmetic under the kernels is bit-stable, else values; the summary says which."""
+    comparing = observed(monkeypatch)
+    yield comparing
+    if comparing.compared:
+        record_property("compared", comparing.compared)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    told = {
+        "bits": "bit for bit",
+        "values": "within rounding only, as NumPy's products depend on a row's place on this machine",
+    }
+    for how, words in told.items():
+        names = {
+            report.nodeid
+            for reports in terminalreporter.stats.values()
+            for report in reports
+            if dict(getattr(report, "user_properties", ())).get("compared") == how
+        }
+        if names:
+            terminalreporter.write_line(f"{len(names)} promises of equal bits were compared {words}")

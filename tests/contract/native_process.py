@@ -27,6 +27,8 @@ from headrace.sync.base import Destination, Manifest, Seal
 from headrace.sync.sender import Sender
 
 VOCAB = 32
+DTYPE = "float32"
+"""Published, and served on every device, where `auto` may mean another one."""
 # Weights large enough that the distributions are far from uniform and every version's is another.
 MODEL = ModelConfig(
     family="qwen2",
@@ -89,12 +91,12 @@ async def native_process(
     fds = [channel["descriptor"]] if "descriptor" in channel else []
     options = {
         "model": str(model),
-        "engine": {"type": "native", "device": device, **settings},
+        "engine": {"type": "native", "device": device, "dtype": DTYPE, **settings},
         "threads": 1,
         "channel": channel,
         "deadline_s": 30.0,
     }
-    sender = open_sender(channel, dtype="float32")
+    sender = open_sender(channel, dtype=DTYPE)
     if transport == "in_process":
         peer = await threaded("engine-0", serve.start, options)
     else:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 from native_process import VOCAB, fresh_model, native_process, version_of
 from swaps_under_load import REPLAYED, RUNNING, TOLERANCE, check, swapped
 
-from headrace.errors import HeadraceError
+from headrace.engine.base import SampleRequest
+from headrace.errors import HeadraceError, SyncError
 from headrace.models import CausalLM, PackedContext
 from headrace.records import WeightVersion
 from headrace.testing.serving import take_in
@@ -73,6 +75,28 @@ def test_an_engine_that_left_a_tensor_out_says_so_itself(tmp_path: Path):
                     if sent != has
                 ]
                 assert (found.number, differ) == (number, ["model.layers.0.self_attn.k_proj.bias"])
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_a_version_in_another_dtype_than_is_served_is_refused_before_any_byte_moves(tmp_path: Path):
+    remedy = (
+        'published as float32 and served as bfloat16: open the sender with dtype = "bfloat16", or the engine with '
+        'engine.dtype = "float32"'
+    )
+
+    async def scenario() -> None:
+        async with native_process(tmp_path, dtype="bfloat16") as process:
+            wanted = SampleRequest(id=1, context=np.arange(5, dtype=np.int32), max_tokens=20, seed=3)
+            before = await process.engine.sample(wanted)
+            manifest, _ = await process.stage(WeightVersion(number=1, parent=0, step=1))
+            with pytest.raises(SyncError, match=remedy) as caught:
+                await process.engine.announce(manifest)
+            assert (caught.value.stage, caught.value.who) == ("announce", "engine-0")
+            after = await process.engine.sample(msgspec.structs.replace(wanted, id=2))
+            assert after.tokens.tolist() == before.tokens.tolist()
+            assert after.versions.tolist() == before.versions.tolist()
+            assert 1 not in after.versions
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
 

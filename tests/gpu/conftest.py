@@ -5,5 +5,5 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-for part in ("unit/engine", "unit/kernels", "unit/training", "contract", "integration"):
+for part in ("unit/engine", "unit/kernels", "unit/models", "unit/training", "contract", "integration"):
     sys.path.append(str(Path(__file__).parent.parent / part))

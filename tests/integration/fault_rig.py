@@ -37,6 +37,8 @@ from headrace.training.remote import RemoteTrainer, TrainerReady
 if TYPE_CHECKING:
     from fault_trials import Trial
 
+DTYPE = "float32"
+"""Published, and served on every device, where `auto` may mean another one."""
 SLACK_S = 1.0
 """How late a busy machine may wake somebody whose deadline has passed."""
 
@@ -300,7 +302,7 @@ class Rig:
         return WeightVersion(number=number, parent=number - 1, step=number)
 
     async def _start_trainer(self) -> None:
-        sender = {"payload": self._payload, "dtype": "float32", "anchor_every": 10}
+        sender = {"payload": self._payload, "dtype": DTYPE, "anchor_every": 10}
         peer = await self._fork("trainer", children.trainer, {"sender": sender, "device": self._device})
         self.trainer = TimedTrainer(peer, step_s=self._pace.start_s, stage_s=self._pace.deadline_s, close_s=10.0)
         self.trainer.waits = self.waits
@@ -344,7 +346,14 @@ class Rig:
         options = {
             "name": name,
             "model": str(self._folder / "model"),
-            "engine": {"type": "native", "device": self._device, "max_context": 128, "max_running": 8, **room},
+            "engine": {
+                "type": "native",
+                "device": self._device,
+                "dtype": DTYPE,
+                "max_context": 128,
+                "max_running": 8,
+                **room,
+            },
             "threads": 1,
             "deadline_s": self._pace.deadline_s,
         }

@@ -41,20 +41,27 @@ def hardware() -> dict[str, Any]:
     return facts
 
 
-def commit() -> str | None:
-    """The checkout's commit, marked when it has changes; None outside a checkout."""
-    here = Path(__file__).parent
+def commit(folder: Path = Path(__file__).parent) -> str | None:
+    """The checkout's commit, marked when something but results has changed.
+
+    Outside a checkout, where a copy of the tree runs on another machine, it is what HEADRACE_COMMIT says, or None.
+    """
+    found = _git(folder, "rev-parse", "--short=12", "HEAD")
+    if found is None:
+        return os.environ.get("HEADRACE_COMMIT") or None
+    changed = _git(
+        folder, "status", "--porcelain", "--untracked-files=no", "--", ":/", ":(exclude,top)benchmarks/results"
+    )
+    return f"{found}-dirty" if changed else found
+
+
+def _git(folder: Path, *words: str) -> str | None:
+    """What git prints, or None where it fails or is not there."""
     try:
-        done = subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-            cwd=here,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
+        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _cpu_name() -> str:

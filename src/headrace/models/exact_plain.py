@@ -3,7 +3,11 @@
 Everything is made of operations that round each element correctly, of `exp` and `log`, and of products of matrices
 of one shape. Not used, because they were seen to depend on a row's neighbours or on the number of threads: `silu`
 and `sigmoid` (the last elements of a vector are computed another way), `exp2` (likewise), `sum` over one long row,
-and products whose sizes are no multiples of 16. Sums are by halving. Measured with MKL, 1 to 4 threads.
+and products whose sizes are no multiples of 16. Sums are by halving.
+
+A library's product may compute the last rows of a matrix by other instructions than the rest, and cut long sums by
+the number of threads: MKL does so with AVX2, and from 1,024 features on with AVX-512 too. So every product here is
+one thread's, and has a number of rows that this machine's library was seen to treat alike.
 
 Shape letters: M rows, N columns, K in features, T tokens, H query heads, G key/value heads, Q = H / G, D head size,
 W items of attention, R query rows of an item, X rows of keys.
@@ -12,6 +16,9 @@ W items of attention, R query rows of an item, X rows of keys.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,12 +26,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from headrace.errors import HeadraceError
 from headrace.models.attention import Spans
 from headrace.models.logprobs import Score
 from headrace.models.ops import Rotation
 
-BLOCK_ROWS = 32
-"""Rows of every product. Measured: 16 is a fifth slower for many rows, 64 half again as slow for a single one."""
+ROWS = (32, 48, 24, 16)
+"""Candidates for a product's rows. Measured with AVX-512: 16 is a fifth slower than 32 for many rows, 48 a third
+slower for a single one."""
+TRIED = ((16, 16), (64, 48), (256, 192), (1024, 64))
+"""Features and columns of the products by which a number of rows is tried."""
 GRAIN = 16
 """What sizes of matrices are padded to a multiple of."""
 KEYS = 64
@@ -35,17 +46,54 @@ score: Score | None = None
 
 def linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None) -> Tensor:
     """(M, N), new, in x's dtype: x @ weightᵀ + bias, computed in float32."""
-    (rows, depth), columns = x_mk.shape, weight_nk.shape[0]
-    x_pad = x_mk.new_zeros(_padded(rows, BLOCK_ROWS), _padded(depth, GRAIN), dtype=torch.float32)
+    (rows, depth), columns, block = x_mk.shape, weight_nk.shape[0], block_rows()
+    x_pad = x_mk.new_zeros(_padded(rows, block), _padded(depth, GRAIN), dtype=torch.float32)
     x_pad[:rows, :depth] = x_mk
     weight_kn = _pad(weight_nk.float(), _padded(columns, GRAIN), x_pad.shape[1]).t()
     out = x_pad.new_empty(x_pad.shape[0], weight_kn.shape[1])
-    for first in range(0, x_pad.shape[0], BLOCK_ROWS):
-        torch.mm(x_pad[first : first + BLOCK_ROWS], weight_kn, out=out[first : first + BLOCK_ROWS])
+    with one_thread():
+        for first in range(0, x_pad.shape[0], block):
+            torch.mm(x_pad[first : first + block], weight_kn, out=out[first : first + block])
     out = out[:rows, :columns]
     if bias_n is not None:
         out = out + bias_n.float()
     return out.to(x_mk.dtype).contiguous()
+
+
+@cache
+def block_rows() -> int:
+    """Rows of every product: the first of ROWS whose rows all get the same bits from the same numbers here."""
+    for rows in ROWS:
+        if all(_treats_rows_alike(rows, depth, columns) for depth, columns in TRIED):
+            return rows
+    raise HeadraceError(
+        'numerics = "exact" on a CPU needs matrix products whose rows do not depend on their place',
+        f"none of {', '.join(map(str, ROWS))} rows with this machine's library",
+        'set engine.numerics = "fast" and training.numerics = "fast", or run on a GPU',
+    )
+
+
+def _treats_rows_alike(rows: int, depth: int, columns: int) -> bool:
+    draw = torch.Generator().manual_seed(0)
+    weight_kn = torch.randn(columns, depth, generator=draw).t()
+    with one_thread(), torch.no_grad():
+        for row_k in torch.randn(4, depth, generator=draw):
+            out_rn = torch.mm(row_k.repeat(rows, 1), weight_kn)
+            if not torch.equal(out_rn, out_rn[:1].expand_as(out_rn)):
+                return False
+    return True
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Products in here are one thread's, whatever the number of threads is. Changing it takes a tenth of a
+    microsecond."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -162,14 +210,16 @@ def attend(q_thd: Tensor, keys: Tensor, values: Tensor, work: Blocks) -> Tensor:
         index = (work.key_rows[work.sequence[:some], None, here] + head_rows).flatten()
         k, v = (_pad(x.index_select(0, index).float(), None, q_wgrd.shape[3]) for x in (keys_xd, values_xd))
         k, v = (x.view(some * groups, KEYS, -1) for x in (k, v))
-        scores = torch.bmm(q_wgrd[:some].flatten(0, 1), k.transpose(1, 2)).view(some, groups, -1, KEYS)
+        with one_thread():
+            scores = torch.bmm(q_wgrd[:some].flatten(0, 1), k.transpose(1, 2)).view(some, groups, -1, KEYS)
         at = torch.arange(here.start, here.stop, device=q_thd.device)
         unseen = at > work.positions[:some, None, :, None]
         scores = (scores / math.sqrt(dim)).masked_fill_(unseen, -math.inf)
         higher = torch.maximum(best[:some], scores.amax(-1))
         fade = torch.exp(best[:some] - higher)
         shares = torch.exp(scores - higher[..., None])
-        added = torch.bmm(shares.flatten(0, 1), v).view(some, groups, *q_wgrd.shape[2:])
+        with one_thread():
+            added = torch.bmm(shares.flatten(0, 1), v).view(some, groups, *q_wgrd.shape[2:])
         best[:some] = higher
         weight[:some] = weight[:some] * fade + total(shares)
         sums[:some] = sums[:some] * fade[..., None] + added

@@ -64,6 +64,7 @@ def plan(sources: Mapping[str, Kind], targets: Mapping[str, Kind], who: str = "e
     moves: list[Move] = []
     missing: list[str] = []
     mismatched: list[str] = []
+    dtypes: set[tuple[str, str]] = set()
     for name, kind in targets.items():
         parts = _parts(name, sources)
         if not parts:
@@ -76,6 +77,8 @@ def plan(sources: Mapping[str, Kind], targets: Mapping[str, Kind], who: str = "e
             first += source.rows
             if source.dtype != kind.dtype or source.shape[1:] != kind.shape[1:]:
                 mismatched.append(f"{part} is {source}, {name} here {kind}")
+            if source.dtype != kind.dtype:
+                dtypes.add((source.dtype, kind.dtype))
         if first != kind.rows or len(sources[parts[0]].shape) != len(kind.shape):
             mismatched.append(f"{' + '.join(parts)} is {_sum(sources, parts)}, {name} here {kind}")
     used = {move.source for move in moves}
@@ -87,6 +90,11 @@ def plan(sources: Mapping[str, Kind], targets: Mapping[str, Kind], who: str = "e
             ("mismatched", list(dict.fromkeys(mismatched))),
         )
         if names
+    ]
+    faults += [
+        f'published as {published} and served as {served}: open the sender with dtype = "{served}", or the engine '
+        f'with engine.dtype = "{published}"'
+        for published, served in sorted(dtypes)
     ]
     if faults:
         raise SyncError("announce", who, "what is published does not fit its parameters; " + "; ".join(faults))

@@ -217,7 +217,7 @@ def test_a_sender_that_is_killed_leaves_no_version_and_the_next_one_cleans_up(tm
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         open_receiver(channel, deadline_s=1.0).receive(manifest, {"w": torch.zeros(5_000_000)})
-    assert 1.0 <= time.monotonic() - started < 2.0
+    assert 1.0 <= time.monotonic() - started < 6.0
     other = FilesOutlet(str(tmp_path), RUN)  # a living sender's draft is not touched
     assert (numbers(tmp_path), len(hidden(tmp_path))) == ([1], 1)
     child.send_signal(signal.SIGKILL)

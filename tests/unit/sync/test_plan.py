@@ -61,7 +61,9 @@ def test_every_fault_of_a_pairing_is_named_at_once() -> None:
     targets = {**kinds(a=(4, 3), missing=(1,)), "d": Kind("float32", (2, 2))}
     assert refusal(sources, targets) == (
         "what is published does not fit its parameters; missing: missing; left over: extra; "
-        "mismatched: a is bfloat16[4, 2], a here bfloat16[4, 3], d is bfloat16[2, 2], d here float32[2, 2]"
+        "mismatched: a is bfloat16[4, 2], a here bfloat16[4, 3], d is bfloat16[2, 2], d here float32[2, 2]; "
+        'published as bfloat16 and served as float32: open the sender with dtype = "float32", or the engine with '
+        'engine.dtype = "bfloat16"'
     )
 
 

@@ -127,7 +127,7 @@ def test_callers_never_wait_and_what_piles_up_is_left_out_by_name(tmp_path: Path
     for step in range(3):
         telemetry.batch(make_batch(step=step + 1), produced=step + 1)
         telemetry.step(metric_line(step + 1))
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 5, "they would have waited for ten seconds"
     gate.set()
     close(telemetry)
     run = RunFolder(tmp_path)
