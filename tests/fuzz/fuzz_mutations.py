@@ -1,4 +1,4 @@
-"""Changes to an input that know nothing of its format: flipped bits, odd numbers, pieces moved, doubled, left out."""
+"""Changes to an input that know nothing of its format: flipped bits, odd numbers, pieces moved or doubled."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ HEAD_BYTES = 24
 """Before the current input: how many inputs were begun, their bytes, and this one's length."""
 _REPORT_EVERY_S = 0.5
 _ADDRESS_SPACE_ABOVE = 2 << 30
-"""So much more than at the start can be asked for. What asks for more gets a MemoryError, which nothing declares."""
+"""So much more than at the start can be asked for. More than that is a MemoryError, which nothing declares."""
 _MOST_KEPT = 4000
 _KEPT_FAULTS = 20
 

@@ -1,8 +1,8 @@
 """Coverage-guided fuzzing: `python tests/fuzz/run.py TARGET… --inputs 100000 --bytes 10000000`.
 
-Inputs are tried until there were as many of them, and as many bytes, as asked for. A fault is an exception that the
-target does not declare, an input that takes longer than its limit, one that takes more memory above its own size
-than its limit, or one that ends the process. Each input that caused one is kept, and `--replay FILE` tries it again.
+Inputs are tried until there were as many of them, and as many bytes, as asked for. A fault is an exception that
+the target does not declare, an input that takes longer than its limit, one that takes more memory above its own
+size than its limit, or one that ends the process. An input that caused one is kept: `--replay FILE` tries it again.
 The result of each target goes to benchmarks/results/fuzz.json; the exit status is 1 where there was a fault.
 """
 

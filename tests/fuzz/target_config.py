@@ -74,11 +74,14 @@ def run(data: bytes) -> None:
     try:
         config = read_config(_file, overrides)
     except InputError as error:
-        assert len(str(error)) <= _LONGEST_MESSAGE, f"a message of {len(str(error))} characters"
-        str(error).encode("utf-8", "backslashreplace")
+        _check_text(str(error))
         raise
     _file.write_bytes(dump_config(config).encode("utf-8"))
     assert read_config(_file) == config, "a dumped configuration reads back as another"
+
+
+def _check_text(text: str) -> None:
+    assert len(text) <= _LONGEST_MESSAGE, f"a message of {len(text)} characters"
 
 
 def mutate(data: bytes, random: Random) -> bytes:
