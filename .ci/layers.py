@@ -14,6 +14,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src"
 FLOOR = {
     "errors",
     "records",
+    "message_limits",
     "usage",
     "ipc",
     "workers",

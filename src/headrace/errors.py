@@ -22,6 +22,26 @@ HeadraceError
 
 from __future__ import annotations
 
+QUOTED_CHARS = 200
+"""Most characters of a value, or of another error's text, that an error quotes."""
+
+
+def short(text: object) -> str:
+    """The text, cut where it is too long to quote."""
+    whole = str(text)
+    return whole if len(whole) <= QUOTED_CHARS else f"{whole[:QUOTED_CHARS]}… ({len(whole):,} characters)"
+
+
+def quoted(value: object) -> str:
+    """The value as Python writes it, cut where it is too long to quote."""
+    if isinstance(value, str | bytes) and len(value) > QUOTED_CHARS:
+        return f"{value[:QUOTED_CHARS]!r}… ({len(value):,} {'characters' if isinstance(value, str) else 'bytes'})"
+    try:
+        return short(repr(value))
+    except (ValueError, RecursionError):
+        # An integer of thousands of digits, or lists too deep to be written.
+        return f"a value of type {type(value).__name__} that is too large to be written"
+
 
 class HeadraceError(Exception):
     """Base of the tree. `rule`, `value` and `remedy` survive pickling and travel between processes."""
@@ -37,7 +57,7 @@ class HeadraceError(Exception):
     def __str__(self) -> str:
         text = self.rule
         if self.value is not None:
-            text += f" (got {self.value!r})"
+            text += f" (got {quoted(self.value)})"
         if self.remedy:
             text += f"; {self.remedy}"
         return text

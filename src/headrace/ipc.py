@@ -55,7 +55,9 @@ def error_from_record(failed: Failed) -> HeadraceError:
 class FrameReader:
     """Cuts a byte stream into messages. Feed it what arrives; take the records that are whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int = records.MOST_BYTES) -> None:
+        """A message that announces more than `limit` bytes is refused as soon as its prelude is there."""
+        self._limit = limit
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
@@ -63,9 +65,15 @@ class FrameReader:
         found, start = [], 0
         while len(self._buffer) - start >= records.PRELUDE_BYTES:
             end = start + records.PRELUDE_BYTES
-            end += records.body_length(self._buffer[start:end])
+            end += records.body_length(self._buffer[start:end], self._limit)
             if len(self._buffer) < end:
                 break
+            if start == 0 and end > len(data):
+                # A message that came in pieces gets the buffer itself: it may be too large to be there twice.
+                message, self._buffer = self._buffer, self._buffer[end:]
+                del message[end:]
+                found.append(records.decode(message))
+                continue
             found.append(records.decode(bytes(memoryview(self._buffer)[start:end])))
             start = end
         del self._buffer[:start]

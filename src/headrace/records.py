@@ -16,12 +16,14 @@ crosses a queue, a socket or a file does so through `encode` and `decode`:
     32      …     header: MessagePack [kind, record, [[dtype, shape, offset], …]]
     …       …     the columns' raw bytes, each on a 16-byte boundary; `offset` counts from the prelude's end
 
-`decode` copies nothing: its columns are read-only views into the bytes it was given.
+`decode` copies nothing: its columns are read-only views into the bytes it was given. It accepts what `encode`
+writes and refuses anything else, before it takes memory for it (`message_limits`).
 """
 
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, TypeVar, dataclass_transform
@@ -29,7 +31,8 @@ from typing import Any, Literal, TypeVar, dataclass_transform
 import msgspec
 import numpy as np
 
-from headrace.errors import CorruptMessage, NewerMessage, RecordError, TruncatedMessage
+from headrace.errors import CorruptMessage, NewerMessage, RecordError, TruncatedMessage, short
+from headrace.message_limits import check_header
 
 FORMAT_VERSION = 1
 
@@ -300,11 +303,22 @@ _PRELUDE = struct.Struct("<4sHHQIIQ")
 _MAGIC = b"HDRC"
 _COLUMN, _RECORD = 1, 2
 _ALIGN = 16
+_PADDING = [bytes(size) for size in range(_ALIGN)]
+_MOST_SIDES = 32
 PRELUDE_BYTES = _PRELUDE.size
+MOST_BYTES = 4 << 30
+"""No message is longer: a batch of 300 million tokens fits. Readers may set a lower limit."""
+
+_DTYPES = {
+    name: np.dtype(name)
+    for name in ("|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8")
+}
+"""What a column can hold: numbers of a fixed width, lowest byte first, and booleans."""
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class Nested:
-    """A message of any kind as a field of another: an envelope's content."""
+    """A message of any kind as a field of another: an envelope's content, which is no envelope itself."""
 
     __slots__ = ("record",)
 
@@ -313,14 +327,14 @@ class Nested:
 
 
 def encode(record: Any) -> bytearray:
-    """The record as one self-contained message."""
+    """The record as one self-contained message. Raises RecordError for what `decode` would not read."""
     kind = _kind(record)
     columns: list[np.ndarray] = []
 
     def hook(value: Any) -> Any:
         if isinstance(value, np.ndarray):
-            columns.append(np.ascontiguousarray(value))
-            return msgspec.msgpack.Ext(_COLUMN, struct.pack("<I", len(columns) - 1))
+            columns.append(value)
+            return msgspec.msgpack.Ext(_COLUMN, (len(columns) - 1).to_bytes(4, "little"))
         if isinstance(value, Nested):
             inside = (_kind(value.record), msgspec.Raw(encoder.encode(value.record)))
             return msgspec.msgpack.Ext(_RECORD, msgspec.msgpack.encode(inside))
@@ -329,21 +343,45 @@ def encode(record: Any) -> bytearray:
         raise RecordError("a record holds plain values, records and NumPy columns", type(value).__name__)
 
     encoder = msgspec.msgpack.Encoder(enc_hook=hook)
-    body = encoder.encode(record)
+    try:
+        body = encoder.encode(record)
+    except (TypeError, ValueError, OverflowError, AttributeError, RuntimeError) as error:
+        raise _unfit(kind, error) from error
     # A column's place depends on the header's length, which depends on the places: count from after the header.
-    table, offset = [], 0
+    table: list[tuple[str, tuple[int, ...], int]] = []
+    parts: list[Any] = [b"", b"", b""]
+    offset = 0
     for column in columns:
-        table.append((column.dtype.str, column.shape, offset))
-        offset += -(-column.nbytes // _ALIGN) * _ALIGN
+        name = _DTYPE_NAMES.get(column.dtype)
+        if name is None or column.ndim > _MOST_SIDES:
+            what = f"{column.dtype.str[:40]}, {column.ndim} dimensions"
+            raise RecordError(f"a column has one of the types {', '.join(_DTYPES)}", what, "convert it with astype")
+        table.append((name, column.shape, offset))
+        size = column.nbytes
+        padding = -size % _ALIGN
+        offset += size + padding
+        parts.append(column if column.flags.c_contiguous else np.ascontiguousarray(column))
+        parts.append(_PADDING[padding])
     header = msgspec.msgpack.encode((kind, msgspec.Raw(body), table))
-    start = -(-(PRELUDE_BYTES + len(header)) // _ALIGN) * _ALIGN
-    out = bytearray(start + offset)
-    out[PRELUDE_BYTES : PRELUDE_BYTES + len(header)] = header
-    for column, (_, _, place) in zip(columns, table, strict=True):
-        out[start + place : start + place + column.nbytes] = column.reshape(-1).view(np.uint8).data
+    padding = -(PRELUDE_BYTES + len(header)) % _ALIGN
+    length = len(header) + padding + offset
+    if length > MOST_BYTES:
+        raise RecordError(f"a message has at most {MOST_BYTES} bytes", length, "send it in several messages")
+    try:
+        check_header(body, length - offset - len(body), length)
+        _build(kind, body, columns)
+    except _MISFITS as error:
+        raise _unfit(kind, error) from error
+    parts[0], parts[1], parts[2] = bytes(PRELUDE_BYTES), header, _PADDING[padding]
+    out = bytearray().join(parts)
     checksum = zlib.crc32(memoryview(out)[PRELUDE_BYTES:])
-    _PRELUDE.pack_into(out, 0, _MAGIC, FORMAT_VERSION, 0, len(out) - PRELUDE_BYTES, checksum, len(header), 0)
+    _PRELUDE.pack_into(out, 0, _MAGIC, FORMAT_VERSION, 0, length, checksum, len(header), 0)
     return out
+
+
+def _unfit(kind: str, error: Exception) -> RecordError:
+    rule = f"the fields of {kind} hold values of their types, and only what a message can carry"
+    return RecordError(rule, short(error), "use text, numbers of up to 64 bits, lists, tables and NumPy columns")
 
 
 def _kind(record: Any) -> str:
@@ -353,60 +391,139 @@ def _kind(record: Any) -> str:
     return kind
 
 
-def body_length(prelude: bytes | bytearray | memoryview) -> int:
-    """How many bytes follow this prelude. Refuses what is not a message of a known version."""
-    if len(prelude) < PRELUDE_BYTES:
-        raise TruncatedMessage(f"a message begins with {PRELUDE_BYTES} bytes", len(prelude))
-    magic, version, _, length, _, _, _ = _PRELUDE.unpack_from(prelude)
+def body_length(prelude: bytes | bytearray | memoryview, limit: int = MOST_BYTES) -> int:
+    """How many bytes follow this prelude. Refuses what is not a message of a known version, or above the limit."""
+    return _read_prelude(prelude, limit)[0]
+
+
+def _read_prelude(data: bytes | bytearray | memoryview, limit: int) -> tuple[int, int, int]:
+    """Length of what follows, its checksum, and the header's length."""
+    if len(data) < PRELUDE_BYTES:
+        raise TruncatedMessage(f"a message begins with {PRELUDE_BYTES} bytes", len(data))
+    magic, version, reserved, length, checksum, header_length, reserved_too = _PRELUDE.unpack_from(data)
     if magic != _MAGIC:
         raise CorruptMessage("a message begins with the magic bytes", bytes(magic))
-    if version > FORMAT_VERSION:
-        raise NewerMessage(
-            f"this Headrace reads message versions up to {FORMAT_VERSION}", version, "upgrade the reading side"
-        )
-    return int(length)
+    if version != FORMAT_VERSION:
+        rule = f"this Headrace reads message versions up to {FORMAT_VERSION}"
+        if version > FORMAT_VERSION:
+            raise NewerMessage(rule, version, "upgrade the reading side")
+        raise CorruptMessage(f"{rule}, from 1", version)
+    if reserved or reserved_too:
+        raise CorruptMessage("reserved fields are zero", (reserved, reserved_too))
+    if header_length > length:
+        raise CorruptMessage(f"the header lies within the {length} bytes after the prelude", header_length)
+    if length > limit:
+        raise CorruptMessage(f"a message has at most {limit} bytes here", length)
+    return length, checksum, header_length
 
 
 def decode(data: bytes | bytearray | memoryview) -> Any:
-    """The record in `data`. Its columns are read-only views into `data`: keep that buffer unchanged."""
+    """The record in `data`. Its columns are read-only views into `data`: keep that buffer unchanged.
+
+    Whatever the bytes are, it returns a record or raises a RecordError, and takes at most 64 MiB more memory than
+    they have bytes (`message_limits`).
+    """
     view = memoryview(data).toreadonly()
-    length = body_length(view)
-    if len(view) < PRELUDE_BYTES + length:
-        raise TruncatedMessage(f"the message has {PRELUDE_BYTES + length} bytes", len(view))
-    _, _, _, _, checksum, header_length, _ = _PRELUDE.unpack_from(view)
-    body = view[PRELUDE_BYTES : PRELUDE_BYTES + length]
-    if zlib.crc32(body) != checksum:
-        raise CorruptMessage("the message's checksum matches its bytes", f"{zlib.crc32(body):#x}")
+    length, checksum, header_length = _read_prelude(view, MOST_BYTES)
+    if len(view) != PRELUDE_BYTES + length:
+        if len(view) < PRELUDE_BYTES + length:
+            raise TruncatedMessage(f"the message has {PRELUDE_BYTES + length} bytes", len(view))
+        raise CorruptMessage(f"the message has {PRELUDE_BYTES + length} bytes", len(view))
+    body = view[PRELUDE_BYTES:]
+    if (found := zlib.crc32(body)) != checksum:
+        raise CorruptMessage("the message's checksum matches its bytes", f"{found:#x}")
     try:
-        kind, raw, table = _HEADER.decode(body[:header_length])
-        start = -(-(PRELUDE_BYTES + header_length) // _ALIGN) * _ALIGN - PRELUDE_BYTES
-        columns = [_column(body, start + offset, dtype, shape) for dtype, shape, offset in table]
-
-        def hook(code: int, payload: memoryview) -> Any:
-            if code == _COLUMN:
-                return columns[struct.unpack("<I", payload)[0]]
-            return Nested(build(*_INSIDE.decode(payload)))
-
-        def build(kind: str, raw: msgspec.Raw) -> Any:
-            cls = _KINDS.get(kind)
-            if cls is None:
-                raise CorruptMessage("the message's kind is known", kind, "import the module that defines it")
-            return msgspec.msgpack.Decoder(cls, ext_hook=hook).decode(raw)
-
-        return build(kind, raw)
-    except (msgspec.DecodeError, IndexError, ValueError, TypeError) as error:
-        raise CorruptMessage("the message's header describes its record", str(error)) from error
+        kind, record, table = map(bytes, _HEADER.decode(body[:header_length]))
+        check_header(record, len(table), length)
+        return _build(_KIND.decode(kind[:_LONGEST_KIND]), record, _columns(body, header_length, table))
+    except CorruptMessage:
+        raise
+    except _MISFITS as error:
+        raise CorruptMessage("the message's header describes its record", short(error)) from error
 
 
+_HEADER = msgspec.msgpack.Decoder(tuple[msgspec.Raw, msgspec.Raw, msgspec.Raw])
+_KIND = msgspec.msgpack.Decoder(str)
+_TABLE = msgspec.msgpack.Decoder(list[tuple[str, tuple[int, ...], int]])
 _INSIDE = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw])
-_HEADER = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw, list[tuple[str, tuple[int, ...], int]]])
+_LONGEST_KIND = 200
+_MISFITS = (msgspec.MsgspecError, IndexError, ValueError, TypeError, OverflowError, RecursionError, RecordError)
+"""What MessagePack, NumPy and records raise of values that do not fit."""
 
 
-def _column(body: memoryview, start: int, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    kind = np.dtype(dtype)
-    if kind.hasobject:
-        raise CorruptMessage("a column holds plain numbers", dtype)
-    count = 1
-    for side in shape:
-        count *= side
-    return np.frombuffer(body, kind, count, start).reshape(shape) if count else np.empty(shape, kind)
+def _columns(body: memoryview, header_length: int, table: bytes) -> list[np.ndarray]:
+    """The columns where `encode` puts them: one after the other, each on a boundary, up to the message's end."""
+    start = end = header_length + -(PRELUDE_BYTES + header_length) % _ALIGN
+    found = []
+    for name, shape, offset in _TABLE.decode(table):
+        dtype = _DTYPES.get(name)
+        if dtype is None:
+            raise CorruptMessage(f"a column has one of the types {', '.join(_DTYPES)}", short(name))
+        if len(shape) > _MOST_SIDES:
+            raise CorruptMessage(f"a column has at most {_MOST_SIDES} dimensions", len(shape))
+        size = extent = dtype.itemsize
+        for side in shape:
+            if side < 0:
+                raise CorruptMessage("a column's sides are 0 or more", side)
+            size *= side
+            extent *= side or 1
+        if start + offset != end:
+            raise CorruptMessage(f"the column's bytes begin after those before them, at {end - start}", offset)
+        if extent > _LARGEST_EXTENT or size > len(body) - end:
+            raise CorruptMessage(f"a column lies within the message's {len(body)} bytes", f"{shape} of {name}")
+        found.append(np.ndarray(shape, dtype, body, end))
+        end += size + -size % _ALIGN
+    if end != len(body):
+        raise CorruptMessage(f"a message's columns end where it ends, at {len(body)}", end)
+    return found
+
+
+_LARGEST_EXTENT = 2**63 - 1
+"""NumPy counts the bytes of an empty array, too, as if none of its sides were 0."""
+
+
+class _Reading(threading.local):
+    """What the thread's present `_build` refers to."""
+
+    columns: Sequence[np.ndarray] = ()
+    nested = False
+
+
+_reading = _Reading()
+_decoders: dict[str, msgspec.msgpack.Decoder[Any]] = {}
+
+
+def _build(kind: str, record: bytes, columns: Sequence[np.ndarray]) -> Any:
+    before = _reading.columns
+    _reading.columns = columns
+    try:
+        return _decoder(kind).decode(record)
+    finally:
+        _reading.columns = before
+
+
+def _decoder(kind: str) -> msgspec.msgpack.Decoder[Any]:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        if kind not in _KINDS:
+            raise CorruptMessage("the message's kind is known", short(kind), "import the module that defines it")
+        decoder = _decoders[kind] = msgspec.msgpack.Decoder(_KINDS[kind], ext_hook=_referred)
+    return decoder
+
+
+def _referred(code: int, payload: memoryview) -> Any:
+    """The column or the message that an extension stands for."""
+    if code == _COLUMN and len(payload) == 4:
+        return _reading.columns[int.from_bytes(payload, "little")]
+    if code != _RECORD:
+        raise CorruptMessage(
+            "an extension is the number of a column, or a message", f"{code}, {len(payload)} bytes"
+        )
+    if _reading.nested:
+        raise CorruptMessage("an envelope's content is no envelope", code)
+    _reading.nested = True
+    try:
+        kind, raw = _INSIDE.decode(payload)
+        return Nested(_decoder(kind).decode(raw))
+    finally:
+        _reading.nested = False
