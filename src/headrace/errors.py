@@ -22,6 +22,25 @@ HeadraceError
 
 from __future__ import annotations
 
+import reprlib
+
+MAX_QUOTED = 200
+
+
+def _quotable(value: object) -> object:
+    """The value where it can be quoted whole, otherwise the beginning of what it would be quoted as."""
+    if isinstance(value, str):
+        return _clipped(value)
+    brief = reprlib.Repr()
+    brief.maxlevel, brief.maxlist, brief.maxtuple, brief.maxdict, brief.maxset = 4, 8, 8, 8, 8
+    brief.maxstring = brief.maxlong = brief.maxother = MAX_QUOTED
+    text = brief.repr(value)
+    return value if len(text) <= MAX_QUOTED and "..." not in text else _clipped(text)
+
+
+def _clipped(text: str, most: int = MAX_QUOTED) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
 
 class HeadraceError(Exception):
     """Base of the tree. `rule`, `value` and `remedy` survive pickling and travel between processes."""
@@ -54,7 +73,11 @@ class ConfigError(InputError):
 
 
 class ModelFolderError(InputError):
-    pass
+    """Quotes at most `MAX_QUOTED` characters of a stranger's value, however large or deep that is."""
+
+    def __init__(self, rule: str, value: object = None, remedy: str | None = None):
+        said = [None if text is None else _clipped(text, 2 * MAX_QUOTED) for text in (rule, remedy)]
+        super().__init__(said[0] or "", _quotable(value), said[1])
 
 
 class BadReference(InputError):
