@@ -1,12 +1,13 @@
 """A model folder's small files, which a stranger may have written: read within limits, and told apart from junk.
 
 Every reader of config.json, tokenizer_config.json, an index or a header goes through this module. What is wrong
-with a file is a ModelFolderError, and finding it takes no more memory than a small multiple of `MAX_JSON_BYTES`.
+with a file is a ModelFolderError, and finding it takes little memory beside the file's own size.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import stat
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,9 +15,12 @@ from typing import Any, NoReturn
 from headrace.errors import ModelFolderError
 
 MAX_JSON_BYTES = 2 * 2**20
-"""Parsed, a byte of JSON takes up to 27: what is read at once stays below 64 MiB."""
+MAX_JSON_VALUES = 1 << 17
+"""Parsed, a value may take a hundred times the bytes that it is written with."""
 MAX_ID = 2**31 - 1
 _MAX_DEPTH = 64
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half a character, by an escape: in pairs they are one, alone no text."""
 _REPLACE = "download or save this file again"
 
 
@@ -33,7 +37,7 @@ def read_bytes(file: Path, most: int) -> bytes | None:
             raise ModelFolderError(f"{file.name} must not exceed {most} bytes", f"{found.st_size} bytes", _REPLACE)
         with file.open("rb") as stream:
             # Files of /proc say that they are empty.
-            content = stream.read(most + 1)
+            content = stream.read(min(found.st_size or most, most) + 1)
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -81,6 +85,8 @@ def parse_object(text: str, name: str, what: str | None = None) -> dict[str, Any
             refuse(f"the key {shortened(twice)!r} is there twice")
         return found
 
+    if values_in(text) > MAX_JSON_VALUES:
+        raise ModelFolderError(f"{what} must have at most {MAX_JSON_VALUES} values", values_in(text), _REPLACE)
     try:
         content = json.loads(
             text, object_pairs_hook=unique, parse_constant=lambda word: refuse(f"{word} is no number")
@@ -89,11 +95,21 @@ def parse_object(text: str, name: str, what: str | None = None) -> dict[str, Any
         refuse("it is nested too deeply")
     except ValueError as error:
         refuse(str(error))
+    if _SURROGATE.search(text):
+        try:
+            json.dumps(content, ensure_ascii=False).encode("utf-8")
+        except (UnicodeEncodeError, RecursionError) as error:
+            refuse(str(error))
     if _depth(content) > _MAX_DEPTH:
         refuse(f"it is nested deeper than {_MAX_DEPTH} levels")
     if not isinstance(content, dict):
         raise ModelFolderError(f"{what} must hold a JSON object", content, f"repair or replace {name}")
     return content
+
+
+def values_in(text: str) -> int:
+    """As many as there may be in a text of JSON; what is quoted in strings counts, too."""
+    return text.count(",") + text.count("[") + text.count("{")
 
 
 def _depth(content: Any) -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 from headrace.chat_template import ChatTemplate
 from headrace.errors import ModelFolderError
-from headrace.model_files import decoded, read_bytes, read_object, read_text, shortened, token_ids
+from headrace.model_files import read_bytes, read_object, read_text, shortened, token_ids
 
 FILE, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
@@ -138,8 +138,7 @@ def _load(file: Path, vocabulary: int | None) -> Any:
     content = read_bytes(file, _MAX_BYTES)
     if content is None:
         raise ModelFolderError(f"a model folder has a {FILE}", str(file), "save the model's tokenizer there")
-    decoded(content, FILE)
-    values = sum(map(content.count, (b",", b"[", b"{")))
+    values = content.count(b",") + content.count(b"[") + content.count(b"{")
     if vocabulary is not None and values > _FEW_VALUES + _VALUES_PER_TOKEN * vocabulary:
         raise ModelFolderError(
             f"{FILE} must have at most {_VALUES_PER_TOKEN} values for each of the model's {vocabulary} tokens",

@@ -19,7 +19,10 @@ depends on a clock: the same template and messages end the same way on every mac
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Mapping, Sequence
+from functools import cache
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError
@@ -31,6 +34,9 @@ __all__ = ["MAX_SOURCE", "MAX_STEPS", "STEPS_PER_INPUT", "ChatTemplate"]
 
 MAX_SOURCE = 1 << 16
 """Characters of a template. The longest in use have a third of that."""
+MAX_TOKENS = 1 << 13
+"""Words and signs of a template's code, of which the longest in use have a third. To compile them takes up to
+4 KiB for each."""
 _WHAT_TEMPLATES_RAISE = (
     TemplateError,
     ArithmeticError,
@@ -45,30 +51,47 @@ _WHAT_TEMPLATES_RAISE = (
 )
 
 
+@cache
+def _shared_environment() -> CountingEnvironment:
+    return CountingEnvironment()
+
+
+# The environment counts the steps of one rendering at a time, whichever template's it is.
+_one_at_a_time = threading.Lock()
+
+
 class ChatTemplate:
-    """A compiled template. May be used from several threads."""
+    """A compiled template. May be used from several threads, which render one after the other."""
 
     def __init__(self, source: str, name: str):
         """`name` is the file that errors speak of."""
         self._name = name
-        self._lock = threading.Lock()
         if len(source) > MAX_SOURCE:
             raise ModelFolderError(
                 f"the chat template in {name} must not exceed {MAX_SOURCE} characters",
                 f"{len(source)} characters",
                 "shorten it",
             )
-        self._environment = CountingEnvironment()
+        self._environment = _shared_environment()
         try:
-            self._environment.begin({})
-            self._template = self._environment.from_string(source)
+            with _one_at_a_time, warnings.catch_warnings():
+                self._environment.begin({})
+                # Python's compiler finds what is odd in a stranger's code, which nobody here can mend.
+                warnings.simplefilter("ignore", SyntaxWarning)
+                self._refuse_long_code(source)
+                self._template = self._environment.from_string(source)
         except _WHAT_TEMPLATES_RAISE as error:
             raise self._fault("must be a Jinja template", error) from error
+
+    def _refuse_long_code(self, source: str) -> None:
+        tokens = (kind for _, kind, _ in self._environment.lex(source) if kind != "whitespace")
+        if next(islice(tokens, MAX_TOKENS, None), None) is not None:
+            raise ValueError(f"it has more than {MAX_TOKENS} words and signs")
 
     def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """The text, as transformers' `apply_chat_template` renders it. Raises ModelFolderError."""
         environment = self._environment
-        with self._lock:
+        with _one_at_a_time:
             try:
                 given = {"messages": list(messages), "tools": None, "documents": None, **variables}
                 context = self._template.new_context(environment.begin(given))

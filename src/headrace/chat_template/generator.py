@@ -22,6 +22,7 @@ class CountingGenerator(CodeGenerator):
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self._counted_outside: set[int] = set()
+        self._sizes: dict[int, int] = {}
 
     def blockvisit(self, nodes: Any, frame: Frame) -> None:
         if id(nodes) not in self._counted_outside:
@@ -36,15 +37,21 @@ class CountingGenerator(CodeGenerator):
             return 2 + len(node.data)
         if isinstance(node, nodes.Const):
             return 2 + (len(node.value) if isinstance(node.value, str) else 0)
+        if id(node) in self._sizes:
+            return self._sizes[id(node)]
         size = 2
         for name, field in node.iter_fields():
+            of_its_own = name in ("body", "else_")
+            if of_its_own and not isinstance(node, nodes.If):
+                continue
             children = field if isinstance(field, list) else [field]
-            own = sum(self._static_size(child) for child in children if isinstance(child, nodes.Node))
-            if name in ("body", "else_") and not isinstance(node, nodes.ScopedEvalContextModifier):
-                if not isinstance(node, nodes.If) or own > _BRIEF_BODY:
+            inside = sum(self._static_size(child) for child in children if isinstance(child, nodes.Node))
+            if of_its_own:
+                if inside > _BRIEF_BODY:
                     continue
                 self._counted_outside.add(id(field))
-            size += own
+            size += inside
+        self._sizes[id(node)] = size
         return size
 
     def _output_child_pre(self, node: nodes.Expr, frame: Frame, finalize: Any) -> None:

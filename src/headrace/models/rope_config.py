@@ -71,7 +71,8 @@ class RopeConfig:
                 sorted(given),
                 "use a model without per-layer rotation",
             )
-        kind = given.get("rope_type", given.get("type")) or "default"
+        kind = given.get("rope_type", given.get("type"))
+        kind = "default" if kind is None else kind
         if not isinstance(kind, str) or kind not in REQUIRED_KEYS:
             raise ModelFolderError(
                 "rope_type must be a known one", kind, f"the known ones are: {', '.join(REQUIRED_KEYS)}"
