@@ -20,6 +20,8 @@ FLOOR = {
     "workers",
     "clocks",
     "references",
+    "model_files",
+    "chat_template",
     "tokenizer",
     "ledger",
     "kernels",

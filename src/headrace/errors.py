@@ -22,7 +22,9 @@ HeadraceError
 
 from __future__ import annotations
 
-QUOTED_CHARS = 200
+import reprlib
+
+QUOTED_CHARS = 400
 """Most characters of a value, or of another error's text, that an error quotes."""
 
 
@@ -41,6 +43,18 @@ def quoted(value: object) -> str:
     except (ValueError, RecursionError):
         # An integer of thousands of digits, or lists too deep to be written.
         return f"a value of type {type(value).__name__} that is too large to be written"
+
+
+def brief(value: object) -> object:
+    """The value where it is short, otherwise the beginning of what it is written as. However large or deep it is,
+    little memory is needed."""
+    if isinstance(value, str):
+        return short(value)
+    form = reprlib.Repr()
+    form.maxlevel, form.maxlist, form.maxtuple, form.maxdict, form.maxset = 4, 8, 8, 8, 8
+    form.maxstring = form.maxlong = form.maxother = QUOTED_CHARS
+    text = form.repr(value)
+    return value if len(text) <= QUOTED_CHARS and "..." not in text else short(text)
 
 
 class HeadraceError(Exception):
@@ -74,7 +88,10 @@ class ConfigError(InputError):
 
 
 class ModelFolderError(InputError):
-    pass
+    """A folder may be a stranger's: the error holds little of what it quotes."""
+
+    def __init__(self, rule: str, value: object = None, remedy: str | None = None):
+        super().__init__(short(rule), brief(value), None if remedy is None else short(remedy))
 
 
 class BadReference(InputError):

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import errors, records
-from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError
+from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, ModelFolderError
 from headrace.records import Record, message
 
 _READ_BYTES = 1 << 20
@@ -228,6 +228,8 @@ class Peer:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._stopping = False
+        self._last_said: ModelFolderError | None = None
+        """Why it ends, where that is a fault of the user's folder."""
 
     async def connect(self, sock: socket.socket) -> None:
         self._channel = await Channel.open(sock, self._received, self._lost)
@@ -288,6 +290,10 @@ class Peer:
     def _received(self, record: Any) -> None:
         future = self._waiting.get(getattr(record, "call", 0))
         if future is None:
+            if isinstance(record, Failed) and record.error == ModelFolderError.__name__:
+                found = error_from_record(record)
+                assert isinstance(found, ModelFolderError)
+                self._last_said = found
             if self.on_message is not None and not isinstance(record, Failed):
                 self.on_message(record)
         elif not future.done():
@@ -316,7 +322,7 @@ class Peer:
     async def _mourn(self, exc: Exception | None) -> None:
         status = await self.process.wait(5.0)
         how = "it closed its connection" if status is None else _exit_words(status)
-        error = ComponentDied(self.name, how, self._last_words())
+        error = self._last_said or ComponentDied(self.name, how, self._last_words())
         if self.died.done():
             return
         if self._stopping and not self._waiting:

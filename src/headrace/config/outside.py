@@ -7,21 +7,26 @@ import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from headrace.config.run import RunConfig
-from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError
+from headrace.errors import ConfigError, InputError, MissingExtra
+from headrace.models.config import ModelConfig
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
 from headrace.training.adapter import bound_modules
 from headrace.training.config import LoraConfig
 
+Checked = TypeVar("Checked")
+
 
 def check_outside(config: RunConfig) -> None:
     """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
-    _check_model(config.model.path)
+    from headrace.models.folder import check_policy
+
+    model = _with_key("model.path", check_policy, config.model.path)
     if config.training.lora is not None:
-        _check_lora(config.training.lora, config.model.path)
+        _check_lora(config.training.lora, model)
     _check_other_models(config)
     _check_tasks(config.tasks, "tasks")
     if config.evaluation.tasks is not None:
@@ -30,60 +35,37 @@ def check_outside(config: RunConfig) -> None:
     _check_callable(config.scorer.source, "scorer.source")
 
 
-def _check_model(path: str) -> None:
-    from headrace.models.folder import check_folder
-
-    _with_key("model.path", check_folder, path)
-    if not (Path(path) / "tokenizer.json").is_file():
-        raise ModelFolderError(
-            "model.path: a model folder holds a tokenizer.json", path, "save the model's tokenizer there as well"
-        )
-
-
 def _check_other_models(config: RunConfig) -> None:
     """Those that look at the run's tokens: a reference policy, a teacher."""
-    from headrace.models.folder import check_folder
+    from headrace.models.folder import check_files, check_folder
 
     training = config.training
     paths = {
         "training.reference.model": None if training.reference is None else training.reference.model,
         "training.distillation.teacher": None if training.distillation is None else training.distillation.teacher,
     }
+    check: Callable[[str], object] = check_folder if training.backend == "native" else check_files
     for key, path in paths.items():
         if path is None:
             continue
-        if training.backend == "native":
-            _with_key(key, check_folder, path)
-        elif not (Path(path) / "config.json").is_file():
-            raise ModelFolderError(f"{key}: a model folder holds a config.json", path, f"change {key}")
-        if _words(Path(path)) not in (None, _words(Path(config.model.path))):
+        _with_key(key, check, path)
+        if _with_key(key, _words, path) not in (None, _words(config.model.path)):
             raise ConfigError(f"{key} has the tokenizer of model.path", path, "name a model with the same tokens")
 
 
-def _words(folder: Path) -> dict[str, Any] | None:
+def _words(path: str) -> dict[str, int] | None:
     """A tokenizer's tokens and their ids; None where there is none to compare."""
-    file = folder / "tokenizer.json"
-    if not file.is_file():
-        return None
-    content = json.loads(file.read_text(encoding="utf-8"))
-    added = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
-    vocabulary = content.get("model", {}).get("vocab", {})
-    # Some kinds have a list of (token, score).
-    known = vocabulary if isinstance(vocabulary, dict) else {str(one[0]): i for i, one in enumerate(vocabulary)}
-    return known | added
+    from headrace.tokenizer import FILE, Tokenizer
+
+    return Tokenizer(path).words if (Path(path) / FILE).exists() else None
 
 
-def _check_lora(lora: LoraConfig, path: str) -> None:
-    from headrace.models.folder import check_folder
+def _check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     from headrace.models.shapes import parameter_shapes
 
     if importlib.util.find_spec("peft") is None:
         raise MissingExtra("peft", "lora")
-    matrices = [
-        name.removesuffix(".weight")
-        for name, shape in parameter_shapes(check_folder(path)).items()
-        if len(shape) == 2
-    ]
+    matrices = [name.removesuffix(".weight") for name, shape in parameter_shapes(model).items() if len(shape) == 2]
     layers = [name for name in matrices if ".layers." in name]
     bound_modules(lora.targets, layers, {"lm_head", *matrices}.difference(layers))
 
@@ -141,7 +123,7 @@ def _check_callable(source: str, key: str) -> None:
         raise ConfigError(f"{key} names a class or a function", source, f"it leads to {type(found).__name__}")
 
 
-def _with_key(key: str, check: Callable[[str], object], value: str) -> object:
+def _with_key(key: str, check: Callable[[str], Checked], value: str) -> Checked:
     """`check(value)`; its error also names the key that the value came from."""
     try:
         return check(value)

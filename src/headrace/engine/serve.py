@@ -67,6 +67,7 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
     device = _device(config.device)
     tokenizer = Tokenizer(options["model"])
     model = load_model(options["model"], dtype=dtype_on(device, config.dtype), device=device)
+    tokenizer.check(model.config.vocab_size)
     engine = core.NativeEngine(
         model,
         config,

@@ -2,6 +2,7 @@
 
     config.py, rope_config.py   a model's shape as data          ┐
     shapes.py                   parameter names and shapes       ├ import no torch
+    tensor_files.py             index and headers: which tensors │
     folder.py                   is this folder loadable?         ┘
     ops.py, logprobs.py         the operations a forward pass is made of: a protocol and its reference
     fused.py                    the same over Triton kernels, for inference
@@ -43,9 +44,9 @@ if TYPE_CHECKING:
     from headrace.models.divergence import Said, divergences
     from headrace.models.exact import ExactOps
     from headrace.models.exact_paged import InvariantContext
-    from headrace.models.folder import check_folder
+    from headrace.models.folder import check_folder, check_policy
     from headrace.models.fused import FusedOps
-    from headrace.models.io import load_model, random_model, save_model
+    from headrace.models.io import load_model, random_model, refuse_non_finite, save_model
     from headrace.models.joined import join, joined_names, side_by_side
     from headrace.models.logprobs import Support, token_logprobs
     from headrace.models.ops import Ops, ReferenceOps, Rotation
@@ -78,6 +79,7 @@ _HOME = {
     "ExactOps": "exact",
     "InvariantContext": "exact_paged",
     "check_folder": "folder",
+    "check_policy": "folder",
     "Fp8Ops": "quantized",
     "FusedFp8Ops": "quantized_fused",
     "FusedOps": "fused",
@@ -90,6 +92,7 @@ _HOME = {
     "side_by_side": "joined",
     "load_model": "io",
     "random_model": "io",
+    "refuse_non_finite": "io",
     "save_model": "io",
     "Support": "logprobs",
     "token_logprobs": "logprobs",
@@ -131,6 +134,7 @@ __all__ = [
     "TrainedOps",
     "causal_attention",
     "check_folder",
+    "check_policy",
     "divergences",
     "dtype_on",
     "group_by_length",
@@ -145,6 +149,7 @@ __all__ = [
     "quantize_together",
     "ragged_attention",
     "random_model",
+    "refuse_non_finite",
     "save_model",
     "side_by_side",
     "to_float8",

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import ModelFolderError
-from headrace.models.rope_config import RopeConfig
+from headrace.model_files import MAX_ID, token_ids
+from headrace.models.rope_config import RopeConfig, number_of
 
 # What transformers assumes where a config.json of that family is silent.
 _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
@@ -19,6 +20,7 @@ _FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32768},
     "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32768, "head_dim": 128},
 }
+_DTYPES = ("float32", "bfloat16", "float16", "float64", "auto")
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
 # Keys that fields stand for, or that follow from them: never carried along in `extra`.
@@ -107,7 +109,7 @@ class ModelConfig:
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """Parse a config.json's dictionary. Raises ModelFolderError for what cannot be run exactly."""
         family = raw.get("model_type")
-        if family not in ARCHITECTURES:
+        if not isinstance(family, str) or family not in ARCHITECTURES:
             raise ModelFolderError(
                 "model_type must be a known architecture",
                 family,
@@ -117,28 +119,31 @@ class ModelConfig:
         _refuse_what_would_be_computed_differently(known)
         num_heads = _size(known, "num_attention_heads")
         hidden_size = _size(known, "hidden_size")
-        attention_bias = bool(known.get("attention_bias", False))
+        attention_bias = _flag(known, "attention_bias")
         max_positions = _size(known, "max_position_embeddings")
+        vocabulary = _size(known, "vocab_size")
+        _check_special_ids(raw, vocabulary)
         return cls(
             family=family,
-            vocab_size=_size(known, "vocab_size"),
+            vocab_size=vocabulary,
             hidden_size=hidden_size,
             intermediate_size=_size(known, "intermediate_size"),
             num_layers=_size(known, "num_hidden_layers"),
             num_heads=num_heads,
             num_kv_heads=_size(known, "num_key_value_heads", default=num_heads),
             head_dim=_size(known, "head_dim", default=hidden_size // num_heads),
-            rms_norm_eps=float(known.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(known.get("tie_word_embeddings", False)),
+            # Smaller than the least normal float32 it would be nothing to compute with.
+            rms_norm_eps=number_of(known, "rms_norm_eps", 1e-6, least=2.0**-126, most=1.0),
+            tie_embeddings=_flag(known, "tie_word_embeddings"),
             qkv_bias=family == "qwen2" or attention_bias,
             o_bias=family != "qwen2" and attention_bias,
-            mlp_bias=family == "llama" and bool(known.get("mlp_bias", False)),
+            mlp_bias=family == "llama" and _flag(known, "mlp_bias"),
             qk_norm=family == "qwen3",
             rope=RopeConfig.from_hf(known, max_positions),
             max_position_embeddings=max_positions,
-            initializer_range=float(known.get("initializer_range", 0.02)),
-            bos_id=known.get("bos_token_id"),
-            eos_ids=_ids(known.get("eos_token_id")),
+            initializer_range=number_of(known, "initializer_range", 0.02, least=0.0, most=1e6),
+            bos_id=next(iter(token_ids(known.get("bos_token_id"), "bos_token_id", "config.json")), None),
+            eos_ids=token_ids(known.get("eos_token_id"), "eos_token_id", "config.json"),
             extra={key: value for key, value in raw.items() if key not in _INTERPRETED_KEYS},
         )
 
@@ -180,6 +185,7 @@ class ModelConfig:
 
 
 def _refuse_what_would_be_computed_differently(known: Mapping[str, Any]) -> None:
+    _check_dtype(known)
     activation = known.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelFolderError("hidden_act must be silu", activation, "use a model with gated SiLU layers")
@@ -191,11 +197,19 @@ def _refuse_what_would_be_computed_differently(known: Mapping[str, Any]) -> None
         )
     if known["model_type"] == "llama":
         return
-    window = known.get("sliding_window", 4096) if known.get("use_sliding_window") else None
+    layers = _size(known, "num_hidden_layers")
+    windowed = _flag(known, "use_sliding_window")
+    window = known.get("sliding_window", 4096) if windowed else None
     first_windowed = known.get("max_window_layers", 28)
-    layer_types = known.get("layer_types") or (
-        ["sliding_attention"] if window is not None and first_windowed < _size(known, "num_hidden_layers") else []
-    )
+    if windowed and type(first_windowed) is not int:
+        raise ModelFolderError("max_window_layers must be an integer", first_windowed, "correct config.json")
+    layer_types = known.get("layer_types")
+    if layer_types is not None and (not isinstance(layer_types, list) or len(layer_types) != layers):
+        raise ModelFolderError(
+            f"layer_types must be a list of {layers}, one a layer", layer_types, "correct config.json"
+        )
+    if not layer_types:
+        layer_types = ["sliding_attention"] if window is not None and first_windowed < layers else []
     if any(kind != "full_attention" for kind in layer_types):
         raise ModelFolderError(
             "every layer must attend to its whole past (no sliding window)",
@@ -204,16 +218,35 @@ def _refuse_what_would_be_computed_differently(known: Mapping[str, Any]) -> None
         )
 
 
+def _check_dtype(known: Mapping[str, Any]) -> None:
+    """Weights are cast to what the run asks for; a folder that says anything but a float is damaged."""
+    for key in ("dtype", "torch_dtype"):
+        dtype = known.get(key)
+        if dtype is not None and (not isinstance(dtype, str) or dtype.removeprefix("torch.") not in _DTYPES):
+            raise ModelFolderError(f"{key} must be one of {', '.join(_DTYPES)}", dtype, "correct config.json")
+
+
+def _check_special_ids(raw: Mapping[str, Any], vocabulary: int) -> None:
+    """Only what the file says itself: a family's default may lie beyond a tiny model's vocabulary."""
+    if isinstance(raw.get("bos_token_id"), list):
+        raise ModelFolderError("bos_token_id must be one token id", raw["bos_token_id"], "correct config.json")
+    for key in ("bos_token_id", "eos_token_id"):
+        token_ids(raw.get(key), key, "config.json", vocabulary)
+
+
 def _size(known: Mapping[str, Any], key: str, default: int | None = None) -> int:
     value = known.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ModelFolderError(f"config.json needs {key!r}, a positive integer", value, "correct config.json")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= MAX_ID:
+        raise ModelFolderError(
+            f"config.json needs {key!r}, a positive integer below 2^31", value, "correct config.json"
+        )
     return value
 
 
-def _ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def _flag(known: Mapping[str, Any], key: str) -> bool:
+    value = known.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise ModelFolderError(f"{key} must be true or false", value, "correct config.json")
+    return bool(value)

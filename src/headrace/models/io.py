@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -42,10 +42,15 @@ def load_model(
     config = check_folder(folder)
     state: dict[str, Tensor] = {}
     for file in weight_files(Path(folder)):
-        with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (the file is no mapping)
-                if name == HEAD or not is_redundant(name, config):
-                    state[name] = tensors.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+        try:
+            with safe_open(file, framework="pt", device="cpu") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 (the file is no mapping)
+                    if name == HEAD or not is_redundant(name, config):
+                        state[name] = tensors.get_tensor(name).to(device=device, dtype=dtype, copy=True)
+                        refuse_non_finite(name, state[name], file.name)
+        except (OSError, SafetensorError) as error:
+            # It was sound a moment ago.
+            raise ModelFolderError(f"{file.name} must be readable as safetensors", str(error)) from error
     if config.tie_embeddings and HEAD in state and not torch.equal(state.pop(HEAD), state[EMBEDDING]):
         raise ModelFolderError(
             "a tied model's head must equal its embedding",
@@ -121,6 +126,23 @@ def save_model(
     written = config.with_extra(dtype=dtype).to_hf()
     written.pop("torch_dtype", None)  # the older name of the same key, now perhaps untrue
     _write_json(folder / CONFIG_FILE, written)
+
+
+@torch.no_grad()
+def refuse_non_finite(name: str, tensor: Tensor, where: str) -> None:
+    """Raise ModelFolderError for a weight that is NaN or infinite, as it is after the cast to its dtype.
+
+    One pass over the tensor and no memory: a sum is NaN or infinite where a summand is. Where large numbers alone
+    made it so, a second pass tells.
+    """
+    if torch.isfinite(tensor.sum()):
+        return
+    if not all(torch.isfinite(part).all() for part in tensor.flatten().split(1 << 20)):
+        raise ModelFolderError(
+            f"all weights must be finite numbers in {str(tensor.dtype).removeprefix('torch.')}",
+            f"{name} in {where} is not",
+            "download the weights again, or use a dtype of wider range",
+        )
 
 
 def _model_of(config: ModelConfig, state: dict[str, Tensor], ops: Ops | None) -> CausalLM:

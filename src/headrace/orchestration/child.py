@@ -12,7 +12,8 @@ import socket
 import sys
 
 from headrace import records
-from headrace.ipc import Begin
+from headrace.errors import ModelFolderError
+from headrace.ipc import Begin, error_to_record
 
 
 def main() -> None:
@@ -24,7 +25,12 @@ def main() -> None:
     sock = socket.socket(fileno=int(fd))
     options = _first_message(sock).options
     module, function = entry.split(":")
-    getattr(importlib.import_module(module), function)(sock, {**options, "name": name})
+    try:
+        getattr(importlib.import_module(module), function)(sock, {**options, "name": name})
+    except ModelFolderError as error:
+        # The controller found the folder sound; what it cannot see, such as a weight that is NaN, is told it.
+        sock.sendall(records.encode(error_to_record(0, error)))
+        raise
 
 
 def _first_message(sock: socket.socket) -> Begin:

@@ -31,6 +31,7 @@ import msgspec
 from headrace.buffer.memory import MemoryBuffer
 from headrace.config.dump import dump_config
 from headrace.config.load import check_config
+from headrace.config.outside import check_outside
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine
 from headrace.engine.messages import EngineReady
@@ -85,6 +86,7 @@ def train(
     if scorer is not None:
         config = _replace(config, "scorer", _reference(scorer))
     check_config(config)
+    check_outside(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
     config = prepare(place, config, resume=resume, overwrite=False, from_step=from_step)
     try:

@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 
 from headrace.engine.base import SampleRequest
-from headrace.errors import EpisodeFailure, InputError
+from headrace.errors import EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
 from headrace.references import resolve
@@ -149,7 +149,11 @@ class _WorkerPolicy:
         if isinstance(prompt, str):
             return self._tokenizer.encode(prompt, special=first)
         if prompt and isinstance(prompt[0], dict):
-            return self._tokenizer.chat(prompt)  # type: ignore[arg-type]
+            try:
+                return self._tokenizer.chat(prompt)  # type: ignore[arg-type]
+            except ModelFolderError as error:
+                # The template has rendered a plain conversation: these messages are what it cannot do.
+                raise EpisodeFailure("chat_template", str(error)) from error
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 

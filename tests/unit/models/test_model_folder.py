@@ -72,10 +72,13 @@ def test_a_folder_without_config_is_refused(single):
     assert refusal(single).rule == "a model folder must hold a config.json"
 
 
-@pytest.mark.parametrize("content", ['{"model_type": ', "", "\xff\xfe"])
-def test_a_malformed_config_is_refused(single, content):
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [('{"model_type": ', "valid JSON"), ("", "valid JSON"), ("\xff\xfe", "UTF-8 text")],
+)
+def test_a_malformed_config_is_refused(single, content, rule):
     (single / "config.json").write_bytes(content.encode("latin-1"))
-    assert refusal(single).rule == "config.json must be valid JSON"
+    assert refusal(single).rule == f"config.json must be {rule}"
 
 
 def test_a_config_that_is_no_object_is_refused(single):
@@ -139,7 +142,7 @@ def test_a_file_with_bytes_to_spare_is_refused(single):
 
 def test_a_file_that_is_not_safetensors_is_refused(single):
     (single / "model.safetensors").write_bytes((16).to_bytes(8, "little") + b"not a header at all")
-    assert refusal(single).rule == "model.safetensors must have a safetensors header"
+    assert refusal(single).rule == "the safetensors header of model.safetensors must be valid JSON"
 
 
 def test_a_missing_tensor_is_named(single):
@@ -165,7 +168,7 @@ def test_an_unexpected_tensor_is_named(single):
 
 def test_many_missing_tensors_are_counted_not_listed(single):
     edit_config(single, num_hidden_layers=4)
-    assert refusal(single).value[-1] == "… and 13 more"
+    assert refusal(single).value[-1] == "… and 15 more"
 
 
 def test_a_wrong_shape_is_told_beside_the_right_one(single):

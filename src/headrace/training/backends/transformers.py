@@ -19,10 +19,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from torch.func import functional_call
 
 from headrace.errors import ModelFolderError
-from headrace.models import token_logprobs
+from headrace.models import refuse_non_finite, token_logprobs
 from headrace.training.backends.base import Weights, copy_companions, distribution, to_device
 from headrace.training.backends.lora import FOLDER, Adapter
 from headrace.training.backends.masters import Masters
@@ -31,6 +32,19 @@ from headrace.training.packing import Packed
 
 # Shortest sequence, as a share of the longest, that joins its rows.
 _SIMILAR = 0.75
+# The library does not check a configuration's types and sizes, but computes with them.
+_WHAT_LOADING_RAISES = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
 # Logits that no model leaves as they are unless it leaves all.
 _LOUD = 1000.0
 
@@ -65,11 +79,17 @@ class TransformersBackend:
 
         kept = dtype if frozen or lora is not None else torch.float32
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(str(folder), dtype=kept, local_files_only=True)
-        except (OSError, ValueError, KeyError) as error:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=kept, local_files_only=True, use_safetensors=True
+            )
+        except _WHAT_LOADING_RAISES as error:
             raise ModelFolderError(
-                "a model folder must be one that transformers can load", str(folder), str(error)
+                "a model folder must be one that transformers can load",
+                str(folder),
+                f"{type(error).__name__}: {error}",
             ) from error
+        for name, parameter in model.named_parameters():
+            refuse_non_finite(name, parameter, str(folder))
         self.device = torch.device(device)
         self._folder = Path(folder)
         self._dtype = dtype
