@@ -13,8 +13,8 @@ offers it again, to them alone.
 On the host, engines that share the channel's segment receive once: the first of them is a rank and hands the bytes
 on (relay.py). NCCL has a rank on each GPU and does better than that by itself.
 
-Whoever connects has to prove that it has the run's secret, and so has the sender (handshake.py). What travels is not
-encrypted.
+Whoever connects has to prove that it has the run's secret, and so has the sender (handshake.py). What travels is
+not encrypted.
 """
 
 from __future__ import annotations

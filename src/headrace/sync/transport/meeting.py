@@ -1,11 +1,12 @@
-"""Where the members of a group meet: receivers connect to the sender, and both ends prove that they belong together.
+"""Where the members of a group meet: receivers connect to the sender, and both prove that they belong together.
 
     sender                                          a receiver, rank r
     expects the group's ranks and lanes             opens each of its lanes: handshake.py
     has a connection for every place, or gives up   is welcome, or told why not
 
-The connections that were made are then the group's. The sender's port is the only one that listens; a caller without
-the run's secret gets no further than door.py lets it. One with it gets the place it asks for, if that is free.
+The connections that were made are then the group's. The sender's port is the only one that listens; a caller
+without the run's secret gets no further than door.py lets it. One with it gets the place it asks for, if that is
+free.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ FORMING_S = 10.0
 _ABORTED_S = 5.0
 """What was under way ends within this time of an abort; it takes milliseconds."""
 _POLL_S = (5e-5, 2e-3)
+_NEVER_S = 24 * 3600.0
 _ID_KEY = "0"
 """Under which rank 0 leaves the id of its first communicator in its store."""
 _ID_BYTES = 4096
@@ -78,8 +79,9 @@ class Group(ABC):
             raise
         self._works.popleft()
 
+    @abstractmethod
     def conclude(self, seconds: float) -> None:
-        """With nothing under way: rank 0 waits until every other has taken all that was sent, and concluded too."""
+        """With nothing under way: rank 0 waits until every other has taken all that was sent and concluded too."""
 
     def abort(self) -> None:
         with self._posting:
@@ -138,7 +140,7 @@ class SocketGroup(Group):
 
     def _post(self, tensor: Tensor, seconds: float) -> _Work:
         work = _Work(len(self._peers))
-        view = memoryview(tensor.numpy()).cast("B") if tensor.numel() else memoryview(b"")
+        view = tensor.numpy().data.cast("B") if tensor.numel() else memoryview(b"")
         for lanes in self._peers:
             lanes[self._turn % len(lanes)].begin(self._move, view, work)
         self._turn += 1
@@ -194,6 +196,9 @@ class _Connection:
 
     def __init__(self, connection: socket.socket):
         self._connection = connection
+        # Not for the limit's sake, `abort` ends every wait. But with one the system is asked for what it has at
+        # once and then waited for, which takes far less of the processor than waiting within the transfer.
+        connection.settimeout(_NEVER_S)
         self._queue: SimpleQueue[tuple[_Move, memoryview, _Work] | None] = SimpleQueue()
         threading.Thread(target=self._run, name="headrace-lane", daemon=True).start()
 
@@ -233,7 +238,7 @@ def _receive(connection: socket.socket, view: memoryview) -> None:
     done = 0
     while done < len(view):
         try:
-            count = connection.recv_into(view[done:], 0, socket.MSG_WAITALL)
+            count = connection.recv_into(view[done:])
         except ConnectionError:
             count = 0
         if count == 0:
@@ -257,15 +262,19 @@ class NcclGroup(Group):
         options = nccl.Options()
         # Waits are bounded here, by polling; the watchdog's own limit would end the process.
         options._timeout = timedelta(days=365)
-        # Each process has a store of its own: torch's TCPStore serves whoever connects, with no proof and no limits.
+        # Each process has a store of its own: torch's TCPStore serves whoever connects, without proof or limits.
         store = dist.HashStore()
         if rank == 0:
             start_thread(lambda: hand_out_id(store, connections), "headrace-nccl-id")
         else:
-            store.set(_ID_KEY, take_id(connections[0]))
+            # Bytes are kept as they are; the stubs know only text, which would be encoded.
+            store.set(_ID_KEY, take_id(connections[0]))  # type: ignore[arg-type]
         with _watchdog_that_handles_no_errors():
             self._group = nccl(store, rank, size, options)
         self._group.eager_connect_single_device(device)
+
+    def conclude(self, seconds: float) -> None:
+        """A broadcast that has ended at rank 0 has been taken: nothing lies between the two."""
 
     def close(self) -> None:
         # An orderly end would wait for the other members.
