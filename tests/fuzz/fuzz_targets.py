@@ -29,6 +29,8 @@ from random import Random
 TARGETS = {
     "decoder": "target_decoder",
     "config": "target_config",
+    "http": "target_http",
+    "rendezvous": "target_rendezvous",
 }
 
 

@@ -1,11 +1,10 @@
-"""The transport `collective` as far as one GPU can show it: NCCL with one rank, and gloo to and from a device."""
+"""The transport `collective` as far as one GPU shows it: NCCL with one rank, and sockets to and from a device."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,8 @@ from headrace.sync.transport.collective import (
     _SendingGroup,
     cuts,
 )
+from headrace.sync.transport.handshake import make_secret
+from headrace.sync.transport.meeting import Meetings
 from headrace.sync.transport.process_group import NcclGroup
 
 pytestmark = pytest.mark.gpu
@@ -39,14 +40,15 @@ def device() -> torch.device:
 
 
 @pytest.fixture
-def server() -> Any:
-    return process_group.serve("127.0.0.1", 20.0)
+def meetings() -> Iterator[Meetings]:
+    made = Meetings("127.0.0.1", make_secret())
+    yield made
+    made.close()
 
 
 @pytest.fixture
-def group(server: Any, device: torch.device) -> Iterator[NcclGroup]:
-    store = process_group.connect("127.0.0.1", server.port, 1, 20.0)
-    made = NcclGroup(store, 0, 1, device=device)
+def group(device: torch.device) -> Iterator[NcclGroup]:
+    made = NcclGroup(0, 1, [], device=device)
     yield made
     made.abort()
 
@@ -97,14 +99,13 @@ def test_a_group_leaves_the_environment_alone(group: NcclGroup) -> None:
     assert "TORCH_NCCL_ASYNC_ERROR_HANDLING" not in os.environ
 
 
-def test_the_sending_thread_follows_the_watermark_on_the_device(server: Any, device: torch.device) -> None:
+def test_the_sending_thread_follows_the_watermark_on_the_device(meetings: Meetings, device: torch.device) -> None:
     sending = _SendingGroup(
         number=2,
         members=(),
         backend="nccl",
         device=device,
-        host="127.0.0.1",
-        port=server.port,
+        meetings=meetings,
         seconds=20.0,
     )
     memory = torch.zeros(NBYTES, dtype=torch.uint8, device=device)
@@ -128,7 +129,7 @@ def test_an_inlet_receives_into_device_memory_bucket_by_bucket(group: NcclGroup,
     """Rank 0 receives what it sends: the walk through the buckets, not their way."""
     location = _location(2)
     memory = _content(device)
-    inlet, deadline = CollectiveInlet("engine-0"), Deadline(20, "engine-0", "version 1")
+    inlet, deadline = CollectiveInlet("engine-0", make_secret()), Deadline(20, "engine-0", "version 1")
     chunks = list(inlet._buckets(group, location, NBYTES, memory, deadline))
     assert [offset for offset, _ in chunks] == [first for first, _ in cuts(NBYTES, location)]
     assert torch.equal(torch.cat([chunk for _, chunk in chunks]), _content(device))
@@ -145,16 +146,16 @@ def test_the_backend_follows_the_device_unless_told(device: torch.device) -> Non
         nbytes=NBYTES,
         streams=(Stream(number=1, nbytes=NBYTES),),
     )
-    for options, found in (({}, ("nccl", "cuda")), ({"backend": "gloo"}, ("gloo", "cpu"))):
-        outlet = CollectiveOutlet(**options)
+    for options, found in (({}, ("nccl", "cuda")), ({"backend": "sockets"}, ("sockets", "cpu"))):
+        outlet = CollectiveOutlet(make_secret(), **options)
         memory = outlet.open(draft, [], device)
         assert (outlet.location()["backend"], memory.device.type) == found
         assert outlet.open(draft, [], torch.device("cpu")).device.type == "cpu"
         outlet.close()
 
 
-def test_weights_go_from_a_gpu_to_a_gpu_through_gloo(device: torch.device) -> None:
-    channel = open_channel("collective", backend="gloo", bucket_bytes=1 << 16)
+def test_weights_go_from_a_gpu_to_a_gpu_through_sockets(device: torch.device) -> None:
+    channel = open_channel("collective", backend="sockets", bucket_bytes=1 << 16)
     sender, receiver = Sender(open_outlet(channel), dtype=torch.bfloat16), Receiver(open_inlet(channel, "engine-0"))
     for number in (1, 2, 3):
         draw = torch.Generator(device).manual_seed(number)

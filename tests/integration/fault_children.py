@@ -339,17 +339,17 @@ def _damage(outlet: _Outlet, fault: Fault) -> None:
 
 def _cut_connections(fault: Fault) -> None:
     """The next answers end before they are whole."""
-    real, left = http._Handler._send, fault.times
+    real, left = http._Served._send, fault.times
 
     def send(self: Any, name: str, view: memoryview, first: int) -> None:
         nonlocal left
         if left <= 0:
             return real(self, name, view, first)
         left -= 1
-        self.connection.sendall(view[first : first + int(fault.place * (len(view) - first))])
-        self.close_connection = True
+        self._connection.sendall(view[first : first + int(fault.place * (len(view) - first))])
+        self._closing = True
 
-    http._Handler._send = send  # type: ignore[method-assign]
+    http._Served._send = send  # type: ignore[method-assign]
 
 
 def _fill_up(outlet: Any, fault: Fault) -> None:

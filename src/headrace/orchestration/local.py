@@ -187,7 +187,7 @@ class _Run:
             return open_channel("http", host=sync.address)
         if sync.transport == "collective":
             # On one machine trainer and engines share a GPU, which NCCL does not allow.
-            return open_channel("collective", host=sync.address, backend="gloo", timeout_s=sync.deadline_s)
+            return open_channel("collective", host=sync.address, backend="sockets", timeout_s=sync.deadline_s)
         return open_channel(sync.transport)
 
     # ── Putting the parts together ───────────────────────────────────────────────────────────────────────

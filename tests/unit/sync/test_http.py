@@ -21,26 +21,32 @@ from headrace.records import decode
 from headrace.sync import open_channel, open_receiver, open_sender
 from headrace.sync.base import Stream
 from headrace.sync.transport import http as transport
+from headrace.sync.transport.handshake import make_secret
 from headrace.sync.transport.http import HttpInlet, HttpOutlet
+from headrace.sync.transport.proofs import Credentials
 from headrace.testing.transport import weights
 
-TOKEN = "secret"
+SECRET = make_secret()
+PROPER = "with the proof that belongs to it"
 
 
 @pytest.fixture
 def outlet() -> Iterator[HttpOutlet]:
-    made = HttpOutlet("127.0.0.1", 0, TOKEN)
+    made = HttpOutlet("127.0.0.1", 0, SECRET)
     yield made
     made.close()
 
 
 def get(
-    stream: Stream, method: str = "GET", token: str | None = f"Bearer {TOKEN}", wanted: str | None = None
+    stream: Stream, method: str = "GET", authorization: str | None = PROPER, wanted: str | None = None
 ) -> tuple[int, dict[str, str], bytes]:
     """(status, headers, body) as any client sees them."""
     url = urlsplit(stream.location["url"])
     connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=20)
-    headers = {name: value for name, value in (("Authorization", token), ("Range", wanted)) if value is not None}
+    if authorization == PROPER:
+        authorization = Credentials(SECRET).of_request(method, url.path, wanted)[1]
+    given = (("Authorization", authorization), ("Range", wanted))
+    headers = {name: value for name, value in given if value is not None}
     connection.request(method, url.path, headers=headers)
     answer = connection.getresponse()
     found = (answer.status, dict(answer.headers), answer.read())
@@ -50,9 +56,14 @@ def get(
 
 def received(stream: Stream, inlet: HttpInlet | None = None, seconds: float = 20.0) -> torch.Tensor:
     into = torch.zeros(stream.nbytes, dtype=torch.uint8)
-    for _ in (inlet or HttpInlet(TOKEN)).chunks(stream, deadline(seconds), into):
+    for _ in (inlet or HttpInlet(SECRET)).chunks(stream, deadline(seconds), into):
         pass
     return into
+
+
+def request_for(path: str, wanted: str, secret: str = SECRET) -> str:
+    authorization = Credentials(secret).of_request("GET", path, wanted)[1]
+    return f"GET {path} HTTP/1.1\r\nAuthorization: {authorization}\r\nRange: {wanted}\r\n\r\n"
 
 
 def at(stream: Stream, path: str) -> Stream:
@@ -101,14 +112,26 @@ def test_a_range_that_is_none_is_refused(outlet: HttpOutlet, wanted: str) -> Non
 
 
 @pytest.mark.parametrize(
-    "token", [None, "", "Bearer ", "Bearer wrong", f"Basic {TOKEN}", TOKEN, "Bearer s\xe9cret"]
+    "authorization",
+    [
+        None,
+        "",
+        "Headrace ",
+        f"Headrace {SECRET}",
+        f"Bearer {SECRET}",
+        SECRET,
+        "Headrace s\xe9cret",
+        Credentials(make_secret()).of_request("GET", "/", None)[1],
+        f"Headrace {'0' * 32}:{'0' * 64}",
+    ],
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
-def test_who_has_no_token_learns_nothing(outlet: HttpOutlet, token: str | None, method: str) -> None:
+def test_who_has_no_secret_learns_nothing(outlet: HttpOutlet, authorization: str | None, method: str) -> None:
     stream = opened(outlet, 1, noise(1000))
     for asked in (stream, at(stream, "/streams/none"), at(stream, "/")):
-        status, headers, body = get(asked, method, token)
-        assert (status, headers["WWW-Authenticate"], body) == (401, "Bearer", b"")
+        status, headers, body = get(asked, method, authorization)
+        assert (status, headers["WWW-Authenticate"], body) == (401, "Headrace", b"")
+        assert "Headrace-Proof" not in headers
         assert "Content-Range" not in headers
         assert "ETag" not in headers
 
@@ -116,7 +139,7 @@ def test_who_has_no_token_learns_nothing(outlet: HttpOutlet, token: str | None, 
 def test_other_streams_and_other_paths_are_not_found_and_earlier_ones_are_gone(outlet: HttpOutlet) -> None:
     first = opened(outlet, 1, noise(1000))
     assert get(first, "HEAD")[0] == 200
-    other = HttpOutlet("127.0.0.1", 0, TOKEN)
+    other = HttpOutlet("127.0.0.1", 0, SECRET)
     foreign = urlsplit(opened(other, 1, noise(1000)).location["url"]).path
     other.close()
     for path in (foreign, "/", "/streams/", "/streams/1", "/other"):
@@ -162,7 +185,7 @@ def test_a_request_that_is_held_when_the_stream_is_replaced_is_answered_at_once(
 
 
 def test_no_two_streams_have_one_name(outlet: HttpOutlet) -> None:
-    other = HttpOutlet("127.0.0.1", 0, TOKEN)
+    other = HttpOutlet("127.0.0.1", 0, SECRET)
     streams = [opened(one, number, noise(10)) for one in (outlet, other) for number in (1, 1, 2)]
     other.close()
     assert len({stream.location["url"].rsplit("/", 1)[1] for stream in streams}) == 6
@@ -172,16 +195,16 @@ def test_an_address_that_is_taken_is_an_error(outlet: HttpOutlet) -> None:
     port = urlsplit(outlet.location()["url"]).port
     assert port is not None
     with pytest.raises(SyncError, match=f"nothing can be served at 127.0.0.1, port {port}: .*in use") as caught:
-        HttpOutlet("127.0.0.1", port, TOKEN)
+        HttpOutlet("127.0.0.1", port, SECRET)
     assert caught.value.stage == "announce"
 
 
-def test_a_channel_has_a_token_of_its_own_and_one_address() -> None:
+def test_a_channel_has_a_secret_of_its_own_and_one_address() -> None:
     channel = open_channel("http", host="::1", port=1234)
     assert json.loads(json.dumps(channel)) == channel
     assert (channel["host"], channel["port"]) == ("::1", 1234)
-    assert len(bytes.fromhex(channel["token"])) == 32
-    assert channel["token"] != open_channel("http")["token"]
+    assert len(bytes.fromhex(channel["secret"])) == 32
+    assert channel["secret"] != open_channel("http")["secret"]
     with pytest.raises(ConfigError, match="one address"):
         open_channel("http", host="0.0.0.0")
 
@@ -192,10 +215,10 @@ def test_addresses_of_the_sixth_version_work_or_are_refused_where_the_machine_ha
     except OSError:
         record_property("sixth version", "refused")
         with pytest.raises(SyncError, match="nothing can be served at ::1, port 0"):
-            HttpOutlet("::1", 0, TOKEN)
+            HttpOutlet("::1", 0, SECRET)
         return
     record_property("sixth version", "served")
-    six = HttpOutlet("::1", 0, TOKEN)
+    six = HttpOutlet("::1", 0, SECRET)
     content = noise(1000)
     stream = opened(six, 1, content)
     assert stream.location["url"].startswith("http://[::1]:")
@@ -207,20 +230,19 @@ def test_closing_ends_every_thread_whatever_it_waits_for() -> None:
     def threads() -> list[str]:
         return [thread.name for thread in threading.enumerate() if thread.name.startswith("headrace-http")]
 
-    outlet = HttpOutlet("127.0.0.1", 0, TOKEN)
+    outlet = HttpOutlet("127.0.0.1", 0, SECRET)
     stream = opened(outlet, 1, noise(64 << 20), filled=(64 << 20) - 1)
     url = urlsplit(stream.location["url"])
-    head = f"GET {url.path} HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n"
     clients = []
     for request in (
-        head + "Range: bytes=0-\r\n\r\n",
-        head + f"Range: bytes={(64 << 20) - 10}-\r\n\r\n",
+        request_for(url.path, "bytes=0-"),
+        request_for(url.path, f"bytes={(64 << 20) - 10}-"),
         "GET /st",
         "",
     ):
         clients.append(socket.create_connection((url.hostname or "", url.port or 0)))
         clients[-1].sendall(request.encode())
-    until(lambda: len(threads()) == 5)
+    until(lambda: len(threads()) == 3)
     time.sleep(0.1)
     started = time.monotonic()
     outlet.close()
@@ -239,12 +261,12 @@ def test_chunks_go_straight_into_memory_that_lies_as_the_stream_does(outlet: Htt
     content = noise((8 << 20) + 5)
     stream, into = opened(outlet, 1, content), torch.zeros(len(content), dtype=torch.uint8)
     lengths = []
-    for offset, chunk in HttpInlet(TOKEN).chunks(stream, deadline(), into):
+    for offset, chunk in HttpInlet(SECRET).chunks(stream, deadline(), into):
         assert chunk.data_ptr() == into.data_ptr() + offset
         lengths.append((offset, len(chunk)))
     assert lengths == [(0, 4 << 20), (4 << 20, 4 << 20), (8 << 20, 5)]
     assert torch.equal(into, content)
-    found = [(chunk.data_ptr(), chunk.clone()) for _, chunk in HttpInlet(TOKEN).chunks(stream, deadline(), None)]
+    found = [(chunk.data_ptr(), chunk.clone()) for _, chunk in HttpInlet(SECRET).chunks(stream, deadline(), None)]
     assert len({place for place, _ in found}) == 1
     assert torch.equal(torch.cat([chunk for _, chunk in found]), content)
 
@@ -257,7 +279,7 @@ def test_one_connection_serves_streams_of_several_ranges(
     outlet: HttpOutlet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transport, "RANGE_BYTES", 100_000)
-    inlet = HttpInlet(TOKEN)
+    inlet = HttpInlet(SECRET)
     for number in (1, 2):
         content = noise(1_234_567, seed=number)
         stream = opened(outlet, number, content)
@@ -273,8 +295,8 @@ def test_one_connection_serves_streams_of_several_ranges(
 def test_a_connection_that_was_idle_too_long_is_made_again(
     outlet: HttpOutlet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transport._Handler, "timeout", 0.05)
-    inlet, content = HttpInlet(TOKEN), noise(1000)
+    monkeypatch.setattr(transport, "IDLE_S", 0.05)
+    inlet, content = HttpInlet(SECRET), noise(1000)
     stream = opened(outlet, 1, content)
     for _ in range(2):
         assert torch.equal(received(stream, inlet), content)
@@ -304,17 +326,17 @@ def test_several_receivers_follow_the_filling(outlet: HttpOutlet, monkeypatch: p
 
 def test_the_first_bytes_arrive_before_the_last_are_filled(outlet: HttpOutlet) -> None:
     content = noise(10 << 20)
-    chunks = HttpInlet(TOKEN).chunks(opened(outlet, 1, content, filled=5 << 20), deadline(), None)
+    chunks = HttpInlet(SECRET).chunks(opened(outlet, 1, content, filled=5 << 20), deadline(), None)
     assert torch.equal(next(chunks)[1], content[: 4 << 20])
     outlet.advance(len(content))
     assert torch.equal(next(chunks)[1], content[4 << 20 : 8 << 20])
     chunks.close()  # type: ignore[attr-defined]
 
 
-def test_a_wrong_token_ends_it_at_once(outlet: HttpOutlet) -> None:
+def test_a_wrong_secret_ends_it_at_once(outlet: HttpOutlet) -> None:
     started = time.monotonic()
-    with pytest.raises(SyncError, match="does not know this channel's token") as caught:
-        received(opened(outlet, 1, noise(10)), HttpInlet("wrong"))
+    with pytest.raises(SyncError, match="does not know this channel's secret") as caught:
+        received(opened(outlet, 1, noise(10)), HttpInlet(make_secret()))
     assert caught.value.stage == "transfer"
     assert time.monotonic() - started < 4.0
 
@@ -348,7 +370,7 @@ def test_a_server_that_goes_away_for_a_while_is_waited_for(outlet: HttpOutlet) -
     stream = opened(outlet, 1, content)
     proxy = FaultyProxy(stream, lambda n: 5 << 20 if n == 0 else None)
     into = torch.zeros(len(content), dtype=torch.uint8)
-    chunks = HttpInlet(TOKEN).chunks(proxy.stream(stream), deadline(), into)
+    chunks = HttpInlet(SECRET).chunks(proxy.stream(stream), deadline(), into)
     next(chunks)
     proxy.close()
     returning = threading.Timer(0.3, proxy.listen)
@@ -410,7 +432,7 @@ def test_an_answer_that_is_to_be_the_connections_last_is_read_to_its_end(outlet:
 
 def test_a_stream_that_is_replaced_while_it_is_read_is_refused(outlet: HttpOutlet) -> None:
     content = noise(200 << 20)  # more than fits into the buffers between the two
-    chunks = HttpInlet(TOKEN).chunks(opened(outlet, 1, content), deadline(), None)
+    chunks = HttpInlet(SECRET).chunks(opened(outlet, 1, content), deadline(), None)
     next(chunks)
     later = noise(1000, seed=1)
     stream = opened(outlet, 2, later)
@@ -423,7 +445,7 @@ def test_a_stream_that_is_replaced_while_it_is_read_is_refused(outlet: HttpOutle
 
 
 def test_a_stream_that_is_replaced_after_its_last_chunk_is_refused(outlet: HttpOutlet) -> None:
-    chunks = HttpInlet(TOKEN).chunks(opened(outlet, 1, noise(1000)), deadline(), None)
+    chunks = HttpInlet(SECRET).chunks(opened(outlet, 1, noise(1000)), deadline(), None)
     next(chunks)
     opened(outlet, 2, noise(1000))
     with pytest.raises(SyncError, match="version 1 was replaced by a later one after 1000 of 1000 bytes"):
@@ -431,7 +453,7 @@ def test_a_stream_that_is_replaced_after_its_last_chunk_is_refused(outlet: HttpO
 
 
 def test_a_stream_that_is_given_up_half_way_does_not_disturb_the_next(outlet: HttpOutlet) -> None:
-    inlet, content = HttpInlet(TOKEN), noise(50 << 20)
+    inlet, content = HttpInlet(SECRET), noise(50 << 20)
     stream = opened(outlet, 1, content)
     chunks = inlet.chunks(stream, deadline(), None)
     next(chunks)

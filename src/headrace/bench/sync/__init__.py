@@ -1,7 +1,7 @@
 """`headrace bench sync`: payloads, transports and what publication costs training and generation.
 
 memory.py       full weights through shared memory beside this machine's memcpy
-collective.py   buckets over gloo beside a broadcast per parameter
+collective.py   buckets over sockets beside gloo's broadcast of each parameter
 delta.py        what changed: bytes beside their entropy in a real run; coding
 adapter.py      an adapter alone: its bytes; on a GPU how soon an engine under load serves it
 steps.py        training steps with a publication after each beside steps without

@@ -13,6 +13,7 @@ engine's process has said that it has everything.
 from __future__ import annotations
 
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -38,7 +39,6 @@ from headrace.sync.payload.full import image_of, pack, place
 from headrace.sync.receiver import Receiver
 from headrace.sync.sender import Sender
 from headrace.sync.transport import open_inlet, open_outlet
-from headrace.sync.transport.process_group import serve
 
 WAYS = ("bucketed", "checked", "per_parameter", "in_place")
 ENGINE = "engine-0"
@@ -125,8 +125,7 @@ class _Trainer:
         self._outlet = open_outlet(self._channel)
         self._sender = Sender(self._outlet, dtype=DTYPE)
         self._version = 0
-        store = serve("127.0.0.1", LIMIT_S)
-        port: int = store.port  # type: ignore[attr-defined]
+        store, port = _serve()
         self._engine = subprocess.Popen(
             [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
@@ -262,6 +261,18 @@ class _Engine:
     def _in_place(self, told: Round) -> None:
         for name in self._order:
             _broadcast(self._plain, self._standby[name])
+
+
+def _serve() -> tuple[dist.Store, int]:
+    """A store of torch's and its port, at the loopback address: random numbers are all that travels here."""
+    listening = socket.create_server(("127.0.0.1", 0))
+    port: int = listening.getsockname()[1]
+    descriptor = listening.detach()
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=descriptor
+    )
+    return store, port
 
 
 def _plain_group(store: dist.Store, rank: int) -> Any:

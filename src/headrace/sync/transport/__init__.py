@@ -7,6 +7,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from headrace.errors import ConfigError
+from headrace.sync.transport.handshake import make_secret
 
 if TYPE_CHECKING:
     from headrace.sync.base import Inlet, Outlet
@@ -23,6 +24,10 @@ def open_channel(
     `folder` is for "files": where the versions are, under the same path for all processes. `host` is for "http" and
     "collective", the address under which engines reach the trainer's machine; `port` for "http", 0 being any that
     is free. `options` are the collective outlet's.
+
+    A channel with which a socket is opened holds a secret, made for this channel alone, that both ends prove to
+    each other. It is for the processes at its ends and nobody else: not for a file, a log, an argument of a program
+    or its environment.
     """
     if transport == "in_process":
         from headrace.sync.transport.in_process import Shelf
@@ -39,11 +44,13 @@ def open_channel(
         )
         raise ConfigError(rule, host, "give that address")
     if transport == "http":
-        return {"transport": transport, "host": host, "port": port, "token": secrets.token_hex(32)}
+        return {"transport": transport, "host": host, "port": port, "secret": make_secret()}
     from headrace.sync.transport.shared_memory import create_segment
 
     channel = {"transport": transport, "descriptor": create_segment()}
-    return {**channel, "host": host, **options} if transport == "collective" else channel
+    if transport == "collective":
+        return {**channel, "host": host, "secret": make_secret(), **options}
+    return channel
 
 
 def open_outlet(channel: dict[str, Any]) -> Outlet:
@@ -60,7 +67,7 @@ def open_outlet(channel: dict[str, Any]) -> Outlet:
     if transport == "http":
         from headrace.sync.transport.http import HttpOutlet
 
-        return HttpOutlet(channel["host"], channel["port"], channel["token"])
+        return HttpOutlet(channel["host"], channel["port"], channel["secret"])
     if transport == "collective":
         from headrace.sync.transport.collective import CollectiveOutlet
 
@@ -88,11 +95,11 @@ def open_inlet(channel: dict[str, Any], name: str) -> Inlet:
     if transport == "http":
         from headrace.sync.transport.http import HttpInlet
 
-        return HttpInlet(channel["token"])
+        return HttpInlet(channel["secret"])
     if transport == "collective":
         from headrace.sync.transport.collective import CollectiveInlet
 
-        return CollectiveInlet(name, descriptor=channel["descriptor"])
+        return CollectiveInlet(name, channel["secret"], descriptor=channel["descriptor"])
     if transport == "cuda_ipc":
         from headrace.sync.transport.cuda_ipc import CudaIpcInlet
 

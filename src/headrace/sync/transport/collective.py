@@ -4,7 +4,7 @@
               fills it, never waits                     follows it, some buckets under way at a time
 
 A stream is one small header (which stream follows) and its bytes in buckets. The trainer fills, the thread
-sends and the engines unpack at the same time. Members meet as process_group.py says; a group serves stream
+sends and the engines unpack at the same time. Members meet as meeting.py says; a group serves stream
 after stream as long as the same engines take part, each has got the last one, and nothing fails in it. Whatever
 fails ends the group: all its members are told by their closed connections, and the next stream is sent in a new
 one. So an engine that dies costs all that take part this version; a sender that is told who did not get it
@@ -12,6 +12,9 @@ offers it again, to them alone.
 
 On the host, engines that share the channel's segment receive once: the first of them is a rank and hands the bytes
 on (relay.py). NCCL has a rank on each GPU and does better than that by itself.
+
+Whoever connects has to prove that it has the run's secret, and so has the sender (handshake.py). What travels is
+not encrypted.
 """
 
 from __future__ import annotations
@@ -27,7 +30,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from headrace.errors import SyncError
@@ -35,13 +37,14 @@ from headrace.sync.base import Destination, Manifest, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.layout import ALIGN
 from headrace.sync.transport import process_group
-from headrace.sync.transport.process_group import GlooGroup, Group, NcclGroup, reason
+from headrace.sync.transport.meeting import Lanes, Meetings, join
+from headrace.sync.transport.process_group import Group, NcclGroup, SocketGroup, reason
 from headrace.sync.transport.relay import Relay
 
 NAME = "collective"
 LOG = logging.getLogger(__name__)
 
-BUCKET_BYTES = {"gloo": 64 << 20, "nccl": 16 << 20}
+BUCKET_BYTES = {"sockets": 64 << 20, "nccl": 16 << 20}
 """Of the largest buckets (`cuts`). A receiver that has not one block to receive into needs room for four,
 with NCCL on its device."""
 SMALLEST_BYTES = 16 << 20
@@ -62,7 +65,7 @@ class Location(msgspec.Struct, frozen=True, kw_only=True):
 
     host: str
     port: int
-    """Of the store where members meet."""
+    """Where the sender listens for members."""
     group: int
     generation: int
     """Of the stream. Even, and later streams have larger ones, also when the sender was started again."""
@@ -83,6 +86,7 @@ class CollectiveOutlet:
 
     def __init__(
         self,
+        secret: str,
         *,
         descriptor: int | None = None,
         host: str = "127.0.0.1",
@@ -92,12 +96,15 @@ class CollectiveOutlet:
         timeout_s: float = 120.0,
     ):
         """`host` is the address of this machine at which the engines reach it. The backend "auto" takes NCCL for
-        streams from a GPU and gloo for others; "gloo" takes gloo for all, which a trainer and an engine on the same
-        GPU need. Without a descriptor every engine is a rank of its own."""
+        streams from a GPU and sockets for others; "sockets" takes these for all, which a trainer and an engine on
+        the same GPU need. Without a descriptor every engine is a rank of its own."""
         self._host, self._backend = host, backend
         self._largest, self._smallest, self._timeout_s = bucket_bytes, smallest_bytes, timeout_s
         self._relay = None if descriptor is None else Relay(descriptor)
-        self._server: dist.Store | None = process_group.serve(host, timeout_s)
+        try:
+            self._meetings = Meetings(host, secret)
+        except OSError as error:
+            raise SyncError("announce", NAME, f"nothing can listen at {host}: {error}") from error
         before = 0 if self._relay is None else self._relay.last()
         self._generation = 2 * (max(time.time_ns(), before) // 2)
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -137,17 +144,18 @@ class CollectiveOutlet:
             self._group.join(_CLOSING_S)
         if self._relay is not None:
             self._relay.close()
-        self._group = self._server = None
+        self._meetings.close()
+        self._group = None
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _backend_for(self, device: torch.device) -> str:
-        return "nccl" if self._backend == "auto" and device.type == "cuda" else "gloo"
+        return "nccl" if self._backend == "auto" and device.type == "cuda" else "sockets"
 
     def _offer(self, to: Sequence[Destination], memory: Tensor, backend: str, *, filled: int, whole: bool) -> None:
         """To a group of these engines: the last one if that is still `whole`, as far as they go, and works. When
         this has returned the memory is not read for an earlier stream any more."""
         names = [one.name for one in to]
-        shared = self._relay is not None and backend == "gloo"
+        shared = self._relay is not None and backend == "sockets"
         leaders = {name: names[0] if shared else name for name in names}
         members = tuple(dict.fromkeys(leaders.values()))
         self._generation += 2
@@ -161,7 +169,7 @@ class CollectiveOutlet:
         self._group, self._memory = group, memory
         self._location = Location(
             host=self._host,
-            port=self._port,
+            port=self._meetings.port,
             group=0 if group is None else group.number,
             generation=self._generation,
             ranks={name: rank for rank, name in enumerate(members, start=1)},
@@ -169,7 +177,7 @@ class CollectiveOutlet:
             backend=backend,
             bucket_bytes=self._largest or BUCKET_BYTES[backend],
             smallest_bytes=self._smallest,
-            lanes=LANES,
+            lanes=lanes_of(backend),
         )
         if group is not None:
             group.offer(_Offer(self._location, self._number, memory[: self._nbytes], filled))
@@ -180,16 +188,9 @@ class CollectiveOutlet:
             members=members,
             backend=backend,
             device=device,
-            host=self._host,
-            port=self._port,
+            meetings=self._meetings,
             seconds=self._timeout_s,
         )
-
-    @property
-    def _port(self) -> int:
-        assert self._server is not None
-        port: int = self._server.port  # type: ignore[attr-defined]
-        return port
 
 
 @dataclass
@@ -215,13 +216,12 @@ class _SendingGroup:
         members: tuple[str, ...],
         backend: str,
         device: torch.device,
-        host: str,
-        port: int,
+        meetings: Meetings,
         seconds: float,
     ):
         self.number, self.members, self.device = number, members, device
-        self._backend, self._host, self._port = backend, host, port
-        self._seconds = seconds
+        self._backend, self._seconds = backend, seconds
+        self._meeting = meetings.expect(number, 1 + len(members), lanes_of(backend))
         self._changed = threading.Condition()
         self._offer: _Offer | None = None
         self._wanted = 0
@@ -263,12 +263,9 @@ class _SendingGroup:
 
     def _run(self) -> None:
         try:
-            store = process_group.connect(self._host, self._port, self.number, self._seconds)
-            try:
-                if process_group.gather(store, 1 + len(self.members), self._seconds, lambda: self._over):
-                    self._send_all(self._made(store))
-            finally:
-                process_group.dismiss(store)
+            lanes = self._meeting.gather(self._seconds, lambda: self._over)
+            if lanes is not None:
+                self._send_all(make_group(lanes, 0, 1 + len(self.members), self._backend, self.device))
         except RuntimeError as error:
             with self._changed:
                 told = "" if self._offer is None else f" did not get version {self._offer.number}"
@@ -278,11 +275,6 @@ class _SendingGroup:
             with self._changed:
                 self._over, self._group = True, None
                 self._changed.notify_all()
-
-    def _made(self, store: dist.Store) -> Group:
-        return make_group(
-            store, 0, 1 + len(self.members), self._backend, self.device, self._host, LANES, self._seconds
-        )
 
     def _send_all(self, group: Group) -> None:
         with self._changed:
@@ -318,6 +310,7 @@ class _SendingGroup:
             group.begin(offer.memory[first:last], self._seconds)
         while group.in_flight:
             group.finish(self._seconds)
+        group.conclude(self._seconds)
 
     def _filled(self, offer: _Offer, wanted: int) -> None:
         """Wait until so much of it is there: as long as the trainer takes, which may give the stream up."""
@@ -329,8 +322,8 @@ class _SendingGroup:
 
 
 class CollectiveInlet:
-    def __init__(self, name: str, *, descriptor: int | None = None):
-        self._name = name
+    def __init__(self, name: str, secret: str, *, descriptor: int | None = None):
+        self._name, self._secret = name, secret
         self._relay = None if descriptor is None else Relay(descriptor)
         self._group: Group | None = None
         self._joined: tuple[str, int, int] | None = None
@@ -375,6 +368,7 @@ class CollectiveInlet:
                     relay.advance(where.generation, first + len(bucket))
                 yield first, bucket
                 done = first + len(bucket)
+            group.conclude(deadline.left)
         except (RuntimeError, OSError) as error:
             self._leave()
             left = deadline.left  # Raises DeadlineExceeded, which tells more, where that is the reason.
@@ -427,11 +421,9 @@ class CollectiveInlet:
         return self._group
 
     def _join(self, where: Location, device: torch.device, seconds: float) -> Group:
-        store = process_group.connect(where.host, where.port, where.group, seconds)
-        process_group.attend(store, where.ranks[self._name])
-        address = process_group.own_address(where.host, where.port)
         rank, size = where.ranks[self._name], 1 + len(where.ranks)
-        return make_group(store, rank, size, where.backend, device, address, where.lanes, seconds)
+        lanes = join(where.host, where.port, self._secret, where.group, rank, where.lanes, seconds)
+        return make_group(lanes, rank, size, where.backend, device)
 
     def _leave(self) -> None:
         group, self._group = self._group, None
@@ -462,19 +454,15 @@ def cuts(nbytes: int, where: Location) -> list[tuple[int, int]]:
     return [(first, last) for first, last in pairwise(ends) if first < last]
 
 
-def make_group(
-    store: dist.Store,
-    rank: int,
-    size: int,
-    backend: str,
-    device: torch.device,
-    address: str,
-    lanes: int,
-    seconds: float,
-) -> Group:
+def lanes_of(backend: str) -> int:
+    return 1 if backend == "nccl" else LANES
+
+
+def make_group(lanes: Lanes, rank: int, size: int, backend: str, device: torch.device) -> Group:
+    """`lanes` are the meeting's connections, which are the group's from now on."""
     if backend == "nccl":
-        return NcclGroup(store, rank, size, device=device)
-    return GlooGroup(store, rank, size, address=address, lanes=lanes, at_once=AT_ONCE, seconds=seconds)
+        return NcclGroup(rank, size, [connection for [connection] in lanes], device=device)
+    return SocketGroup(rank, size, lanes)
 
 
 def _fits(memory: Tensor, backend: str) -> bool:

@@ -3,31 +3,32 @@
     GET  /streams/<name>    Range: bytes=a-b      206, then those bytes as they are filled
     HEAD /streams/<name>                          200 while the stream is on offer
 
-    401   without Authorization: Bearer <token>         404   no stream of this sender
-    410   replaced by a later one                       416   these are no bytes of the stream
-    503   the first of them are not filled yet: ask again
+    400   no request of these                           401   without a proof, or with one that was used before
+    404   no stream of this sender                      410   replaced by a later one
+    416   these are no bytes of the stream              503   they are not filled yet, or too many are connected:
+                                                              ask again
 
 The memory is used again for the next stream. Bytes that were under way then may be of either, so a receiver asks
 once more, when it has them all, whether the stream is still on offer. No name is used twice, by any sender.
 
-The token keeps others from reading weights; what travels is not encrypted.
+Both ends prove that they have the run's secret: a request has `Authorization: Headrace <nonce>:<proof>`, the answer
+that is believed has `Headrace-Proof` (proofs.py). What travels is not encrypted.
+
+Until its first request is proved a connection is a stranger (door.py), which costs no thread. Requests have no
+bodies and a head of at most HEAD_BYTES (http_head.py).
 """
 
 from __future__ import annotations
 
-import hmac
 import http.client
-import re
+import logging
 import secrets
 import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,8 +39,12 @@ from headrace.errors import DeadlineExceeded, SyncError
 from headrace.sync.base import Destination, Manifest, Stream
 from headrace.sync.deadline import Deadline
 from headrace.sync.layout import ALIGN
+from headrace.sync.transport.door import Door, RefusedError
+from headrace.sync.transport.http_head import BadRequestError, HeadReader, Request, range_of
+from headrace.sync.transport.proofs import Credentials
 
 NAME = "http"
+LOG = logging.getLogger(__name__)
 RANGE_BYTES = 64 << 20
 """What a receiver asks for at once: a request costs as much time as a few MiB."""
 CHUNK_BYTES = 4 << 20
@@ -52,8 +57,12 @@ SILENCE_S = 15.0
 """After so long without a byte a receiver takes the connection for broken."""
 IDLE_S = 60.0
 """After so long without a request, or without taking a slice, a connection is closed."""
+HEAD_S = 5.0
+"""A request's head comes within this time from its first byte on."""
+CONNECTIONS, CONNECTIONS_OF_ENGINE = 16, 4
+"""So many connections are served: at least, and for each engine. An engine has one, and now and then another that
+has broken without a sign."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.01, 1.0
-_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{0,18})")
 
 
 # ── Sending ──────────────────────────────────────────────────────────────────────────────────────────────
@@ -66,6 +75,8 @@ class _Offer:
         self._sender = secrets.token_hex(8)
         self._count = 0
         self._filled = 0
+        self._used: set[bytes] = set()
+        """Nonces of requests for the stream on offer. Only whoever has the secret can add to them."""
         self._changed = threading.Condition()
         self.current = (f"{self._sender}-0", memoryview(b""))
         """(name, bytes), replaced together."""
@@ -73,6 +84,7 @@ class _Offer:
     def replace(self, view: memoryview) -> None:
         with self._changed:
             self._count, self._filled = self._count + 1, 0
+            self._used.clear()
             self.current = (f"{self._sender}-{self._count}", view)
             self._changed.notify_all()
 
@@ -80,6 +92,16 @@ class _Offer:
         with self._changed:
             self._filled = filled
             self._changed.notify_all()
+
+    def use(self, name: str, nonce: bytes) -> bool:
+        """Whether this is the first request for the stream with this nonce. A request that somebody saw on the way
+        and sends again is not."""
+        with self._changed:
+            if name == self.current[0]:
+                first = nonce not in self._used
+                self._used.add(nonce)
+                return first
+        return True
 
     def wait(self, name: str, filled: int) -> bool:
         """Until so many bytes of this stream are there, or it is replaced: False where neither comes in time."""
@@ -93,123 +115,156 @@ class _Offer:
         return HTTPStatus.GONE if name.startswith(f"{self._sender}-") else HTTPStatus.NOT_FOUND
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "headrace", ""
-    timeout = IDLE_S
-    disable_nagle_algorithm = True
-    server: _Server
+class _Served:
+    """One connection that has proved itself, in a thread of its own."""
 
-    def do_HEAD(self) -> None:
-        name, view = self.server.offer.current
-        if self._asks_for(name):
-            self._head(HTTPStatus.OK, {"Content-Length": str(len(view)), "ETag": f'"{name}"'})
+    def __init__(self, server: _Server, connection: socket.socket):
+        self._server, self._offer, self._connection = server, server.offer, connection
+        self._closing = False
 
-    def do_GET(self) -> None:
-        offer = self.server.offer
-        name, view = offer.current
-        if not self._asks_for(name):
+    def run(self, request: Request) -> None:
+        """Answer this request and all that follow. That a receiver goes away is its own business."""
+        try:
+            self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while True:
+                self._connection.settimeout(IDLE_S)
+                self._answer(request)
+                if self._closing or request.last:
+                    return
+                request = self._next()
+        except OSError:
             return
-        first, last = self._range(len(view))
+        except RefusedError as error:
+            self._tell(error.answer)
+        finally:
+            self._server.gone(self._connection)
+
+    def _next(self) -> Request:
+        reader, end = HeadReader(), 0.0
+        while True:
+            data = self._connection.recv(4096)
+            if not data:
+                raise ConnectionError("the receiver has closed it")
+            end = end or time.monotonic() + HEAD_S
+            request = self._server.proved(reader, data)
+            if request is not None:
+                return request
+            self._connection.settimeout(max(1e-3, end - time.monotonic()))
+
+    def _answer(self, request: Request) -> None:
+        name, view = self._offer.current
+        asked = request.path.removeprefix("/streams/")
+        if asked != name:
+            return self._head(request, self._offer.fault(asked) or HTTPStatus.GONE)
+        if not self._offer.use(name, request.nonce):
+            raise RefusedError("a request was repeated", unauthorized())
+        if request.method == "HEAD":
+            return self._head(request, HTTPStatus.OK, {"Content-Length": str(len(view)), "ETag": f'"{name}"'})
+        first, last = range_of(request.range, len(view))
         if not 0 <= first <= last < len(view):
-            self._refuse(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, {"Content-Range": f"bytes */{len(view)}"})
-        elif not offer.wait(name, min(first + SLICE_BYTES, last + 1)):
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "0"})
-        elif fault := offer.fault(name):
-            self._refuse(fault)
+            unfit = {"Content-Range": f"bytes */{len(view)}"}
+            self._head(request, HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE, unfit)
+        elif not self._offer.wait(name, min(first + SLICE_BYTES, last + 1)):
+            self._head(request, HTTPStatus.SERVICE_UNAVAILABLE, {"Retry-After": "0"})
+        elif fault := self._offer.fault(name):
+            self._head(request, fault)
         else:
             headers = {"Content-Length": str(last + 1 - first), "ETag": f'"{name}"'}
-            if "Range" in self.headers:
+            if request.range is not None:
                 headers["Content-Range"] = f"bytes {first}-{last}/{len(view)}"
-            self._head(HTTPStatus.PARTIAL_CONTENT if "Range" in self.headers else HTTPStatus.OK, headers)
+            self._head(request, HTTPStatus.OK if request.range is None else HTTPStatus.PARTIAL_CONTENT, headers)
             self._send(name, view[: last + 1], first)
 
     def _send(self, name: str, view: memoryview, first: int) -> None:
         """The bytes from `first` on, as they are filled."""
         for at in range(first, len(view), SLICE_BYTES):
-            offer, piece = self.server.offer, view[at : at + SLICE_BYTES]
-            if not offer.wait(name, at + len(piece)) or offer.fault(name):
-                self.close_connection = True  # an answer cut short: whoever asks again hears why
+            piece = view[at : at + SLICE_BYTES]
+            if not self._offer.wait(name, at + len(piece)) or self._offer.fault(name):
+                self._closing = True  # an answer cut short: whoever asks again hears why
                 return
-            self.connection.sendall(piece)
+            self._connection.sendall(piece)
 
-    def log_message(self, format: str, *args: Any) -> None: ...
+    def _head(self, request: Request, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
+        fields = headers or {}
+        if status >= 300 and status != HTTPStatus.SERVICE_UNAVAILABLE:
+            # Whoever asks for what is not to be had may have the request from somebody else, and holds no place.
+            self._closing = True
+            fields["Connection"] = "close"
+        came = fields.get("Content-Range", "")
+        proof = self._server.credentials.of_answer(request.nonce, request.path, status, came)
+        # The proof first: a receiver that has the range knows that the head was not cut before the proof.
+        self._connection.sendall(head_of(status, {"Headrace-Proof": proof, "Content-Length": "0", **fields}))
 
-    def _asks_for(self, name: str) -> bool:
-        """Whether the request is for the stream of this name, by somebody who may have it. Refused otherwise."""
-        given = self.headers.get("Authorization", "").encode("latin-1")
-        asked = self.path.removeprefix("/streams/")
-        if not hmac.compare_digest(given, self.server.authorization):
-            self._refuse(HTTPStatus.UNAUTHORIZED, {"WWW-Authenticate": "Bearer"})
-        elif asked != name:
-            self._refuse(self.server.offer.fault(asked) or HTTPStatus.GONE)
-        else:
-            return True
-        return False
-
-    def _range(self, nbytes: int) -> tuple[int, int]:
-        """(first, last), as asked for; (-1, -1) where it makes no sense."""
-        text = self.headers.get("Range", "bytes=0-")
-        if (found := _RANGE.fullmatch(text)) is None:
-            return -1, -1
-        return int(found[1]), min(int(found[2] or nbytes), nbytes - 1)
-
-    def _refuse(self, status: HTTPStatus, headers: dict[str, str] | None = None) -> None:
-        self._head(status, {"Content-Length": "0", **(headers or {})})
-
-    def _head(self, status: HTTPStatus, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
+    def _tell(self, answer: bytes) -> None:
+        try:
+            self._connection.sendall(answer)
+        except OSError:
+            return
 
 
-class _Server(socketserver.ThreadingTCPServer):
-    """A thread for each connection; `end` ends them all."""
+def head_of(status: HTTPStatus, headers: dict[str, str]) -> bytes:
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}", "Server: headrace"]
+    return "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode("latin-1")
 
-    allow_reuse_address = True
-    request_queue_size = 128
 
-    def __init__(self, host: str, port: int, token: str):
+def refusal(status: HTTPStatus, **headers: str) -> bytes:
+    """An answer after which the connection is closed. It says nothing of what is served."""
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return head_of(status, {"Content-Length": "0", "Connection": "close", **named})
+
+
+def unauthorized() -> bytes:
+    return refusal(HTTPStatus.UNAUTHORIZED, WWW_Authenticate="Headrace")
+
+
+class _Visit:
+    """What a stranger has sent so far (door.Visit)."""
+
+    greeting = b""
+
+    def __init__(self, server: _Server):
+        self._server, self._reader = server, HeadReader()
+
+    def receive(self, data: bytes) -> Request | None:
+        return self._server.proved(self._reader, data)
+
+
+class _Server:
+    """A door, and a thread for each connection that came through it; `end` ends them all."""
+
+    def __init__(self, host: str, port: int, secret: str):
+        """Raises OSError."""
         self.offer = _Offer()
-        self.authorization = f"Bearer {token}".encode("latin-1")
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.credentials = Credentials(secret)
+        self.most = CONNECTIONS
+        """Connections served at a time."""
         self._connections: dict[socket.socket, threading.Thread] = {}
         self._lock = threading.Lock()
-        super().__init__((host, port), _Handler)
-        self._accepting = threading.Thread(
-            target=self.serve_forever, args=(0.1,), name="headrace-http", daemon=True
-        )
-        self._accepting.start()
+        self._door = Door(host, port, name="headrace-http", meet=lambda: _Visit(self), admit=self._admit)
 
     @property
     def url(self) -> str:
-        host, port = self.server_address[:2]
-        return f"http://[{host!s}]:{port}" if self.address_family == socket.AF_INET6 else f"http://{host!s}:{port}"
+        host = f"[{self._door.host}]" if self._door.six else self._door.host
+        return f"http://{host}:{self._door.port}"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        arguments = (request, client_address)
-        thread = threading.Thread(
-            target=self.process_request_thread, args=arguments, name="headrace-http-connection", daemon=True
-        )
+    def proved(self, reader: HeadReader, data: bytes) -> Request | None:
+        """The request that these bytes complete, from somebody with the secret; None while some are missing. Raises
+        RefusedError."""
+        try:
+            request = reader.receive(data)
+        except BadRequestError as error:
+            raise RefusedError(str(error), refusal(error.status)) from error
+        if request is not None and not self.credentials.fits(request):
+            raise RefusedError("the proof is not of this run's secret", unauthorized())
+        return request
+
+    def gone(self, connection: socket.socket) -> None:
         with self._lock:
-            self._connections[request] = thread
-        thread.start()
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """That a receiver went away is its own business; anything else is a bug, and shown."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
+            self._connections.pop(connection, None)
+        connection.close()
 
     def end(self) -> None:
-        self.shutdown()
-        self._accepting.join()
-        self.server_close()
+        self._door.close()
         with self._lock:
             connections = dict(self._connections)
         for connection in connections:
@@ -221,20 +276,36 @@ class _Server(socketserver.ThreadingTCPServer):
         for thread in connections.values():
             thread.join()
 
+    def _admit(self, connection: socket.socket, visit: _Visit, request: Request) -> None:
+        served = _Served(self, connection)
+        thread = threading.Thread(target=served.run, args=(request,), name="headrace-http-connection", daemon=True)
+        with self._lock:
+            if len(self._connections) >= self.most:
+                later = refusal(HTTPStatus.SERVICE_UNAVAILABLE, Retry_After="1")
+                raise RefusedError(f"{self.most} connections are served", later)
+            self._connections[connection] = thread
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system has no thread for it
+            with self._lock:
+                del self._connections[connection]
+            raise RefusedError(str(error), refusal(HTTPStatus.SERVICE_UNAVAILABLE, Retry_After="1")) from error
+
 
 class HttpOutlet:
     name = NAME
     align = ALIGN
     keeps = False
 
-    def __init__(self, host: str, port: int, token: str):
+    def __init__(self, host: str, port: int, secret: str):
         try:
-            self._server = _Server(host, port, token)
+            self._server = _Server(host, port, secret)
         except OSError as error:
             raise SyncError("announce", NAME, f"nothing can be served at {host}, port {port}: {error}") from error
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def open(self, draft: Manifest, to: Sequence[Destination], device: torch.device) -> Tensor:
+        self._server.most = max(CONNECTIONS, CONNECTIONS_OF_ENGINE * len(to))
         nbytes = draft.streams[-1].nbytes
         if len(self._memory) < nbytes:
             self._memory = torch.empty(nbytes, dtype=torch.uint8)
@@ -271,8 +342,8 @@ class _Later(Exception):
 class HttpInlet:
     """One connection, which is made again whenever it breaks; then what came is not asked for again."""
 
-    def __init__(self, token: str):
-        self._authorization = f"Bearer {token}"
+    def __init__(self, secret: str):
+        self._credentials = Credentials(secret)
         self._connection: http.client.HTTPConnection | None = None
         self._socket: socket.socket
         self._answer: http.client.HTTPResponse
@@ -338,13 +409,15 @@ class HttpInlet:
         """The answer to a request for `count` bytes from `at` on, which are not read yet. None: for the head."""
         url = urlsplit(stream.location["url"])
         connection = self._connect(url.hostname or "", url.port or 80, min(deadline.left, SILENCE_S))
-        headers = {"Authorization": self._authorization}
-        if count:
-            headers["Range"] = f"bytes={at}-{at + count - 1}"
-        connection.request("GET" if count else "HEAD", url.path, headers=headers)
+        method, wanted = ("GET", f"bytes={at}-{at + count - 1}") if count else ("HEAD", None)
+        nonce, authorization = self._credentials.of_request(method, url.path, wanted)
+        headers = {"Authorization": authorization} | ({} if wanted is None else {"Range": wanted})
+        connection.request(method, url.path, headers=headers)
         answer = connection.getresponse()
+        given = (answer.headers.get("Headrace-Proof", ""), answer.headers.get("Content-Range", ""))
+        proved = self._credentials.answers(nonce, url.path, answer.status, *given)
         try:
-            self._check(answer, stream, at, count)
+            self._check(answer, stream, at, count, proved)
         except SyncError:
             self.close()
             raise
@@ -360,14 +433,14 @@ class HttpInlet:
         self._socket.settimeout(timeout)
         return connection
 
-    def _check(self, answer: http.client.HTTPResponse, stream: Stream, at: int, count: int) -> None:
+    def _check(self, answer: http.client.HTTPResponse, stream: Stream, at: int, count: int, proved: bool) -> None:
         """Raises SyncError where asking again would not help."""
         status, number, came = answer.status, stream.number, answer.headers.get("Content-Range")
         if status >= 500:
             seconds = answer.headers.get("Retry-After", "")
             raise _Later(status, max(float(seconds), FIRST_PAUSE_S) if seconds.isdecimal() else self._pause)
         if status == HTTPStatus.UNAUTHORIZED:
-            why = f"version {number}: the sender does not know this channel's token"
+            why = f"version {number}: the sender does not know this channel's secret"
         elif status == HTTPStatus.GONE:
             why = f"version {number} was replaced by a later one after {at} of {stream.nbytes} bytes"
         elif status != (HTTPStatus.PARTIAL_CONTENT if count else HTTPStatus.OK):
@@ -375,6 +448,8 @@ class HttpInlet:
         elif count and came != f"bytes {at}-{at + count - 1}/{stream.nbytes}":
             # The head may be cut short: http.client takes the end of a connection for the end of a head.
             raise ConnectionError(f"the answer to bytes {at}-{at + count - 1}/{stream.nbytes} has {came}")
+        elif not proved:
+            why = f"version {number}: what answers at {stream.location['url']} does not have this channel's secret"
         else:
             return
         raise SyncError("transfer", NAME, why)

@@ -1,14 +1,10 @@
-"""Process groups of a transport's own, beside whatever groups a trainer has: broadcasts from rank 0 to the others.
+"""Groups of processes of a transport's own: broadcasts from rank 0 to the others.
 
-    gloo   host memory, over TCP. Between each two ranks lie several connections, which buckets take in turn
-    nccl   device memory
+    SocketGroup   host memory, over the connections of a meeting. Between rank 0 and each other rank lie several,
+                  which broadcasts take in turn
+    NcclGroup     device memory
 
-The default group and `init_process_group` are not used. Members meet at a store that rank 0 serves:
-
-    sender                                  a receiver, rank r
-    waits for every `taken/r`               counts `taken/r` up: the rank is its own if it was the first
-    `state` = form, or abandoned            waits for `state`
-    ─────────────────────── both make the group, which takes milliseconds ───────────────────────
+The default group of torch.distributed and `init_process_group` are not used. Members meet as meeting.py says.
 
 A group in which anything failed is broken for good. `abort` ends what is under way, here and at the other members:
 when it has returned nothing is read from or written to the memory that was given to the group any more.
@@ -20,18 +16,22 @@ import atexit
 import os
 import re
 import socket
+import struct
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from headrace.sync.transport.meeting import Lanes
 
 T = TypeVar("T")
 
@@ -40,12 +40,15 @@ FORMING_S = 10.0
 _ABORTED_S = 5.0
 """What was under way ends within this time of an abort; it takes milliseconds."""
 _POLL_S = (5e-5, 2e-3)
-BUFFERS = {socket.SO_SNDBUF: 256 << 10, socket.SO_RCVBUF: 1 << 20}
-"""Bytes, of a connection within a machine; the system doubles them."""
+_NEVER_S = 24 * 3600.0
+_ID_KEY = "0"
+"""Under which rank 0 leaves the id of its first communicator in its store."""
+_ID_BYTES = 4096
+"""The id has 128; more than this is none."""
 
 
 class Group(ABC):
-    """Broadcasts from rank 0, finished in the order they were begun. Errors are torch's: RuntimeError.
+    """Broadcasts from rank 0, finished in the order they were begun. Errors are RuntimeError.
 
     `abort` may be called from any thread, the rest from one.
     """
@@ -76,6 +79,10 @@ class Group(ABC):
             raise
         self._works.popleft()
 
+    @abstractmethod
+    def conclude(self, seconds: float) -> None:
+        """With nothing under way: rank 0 waits until every other has taken all that was sent and concluded too."""
+
     def abort(self) -> None:
         with self._posting:
             if not self.broken:
@@ -83,7 +90,7 @@ class Group(ABC):
                 self._break()
         for work in list(self._works):
             with suppress(RuntimeError):
-                self._wait(work, _ABORTED_S)
+                self._settle(work, _ABORTED_S)
 
     @abstractmethod
     def close(self) -> None:
@@ -96,44 +103,150 @@ class Group(ABC):
     def _wait(self, work: Any, seconds: float) -> None: ...
 
     @abstractmethod
+    def _settle(self, work: Any, seconds: float) -> None:
+        """Wait until its memory is left alone, after `_break`."""
+
+    @abstractmethod
     def _break(self) -> None: ...
 
 
-class GlooGroup(Group):
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, *, address: str, lanes: int, at_once: int, seconds: float
-    ):
-        """`address` is this machine's own, at which the other members reach it. At most `at_once` broadcasts are
-        begun and not finished."""
+# ── Over connections ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class SocketGroup(Group):
+    def __init__(self, rank: int, size: int, lanes: Lanes):
+        """`lanes` are rank 0's connections to each of the others, or another's to rank 0 alone. They are the
+        group's from now on."""
         super().__init__(rank, size)
-        gloo: Any = dist.ProcessGroupGloo
-        options = gloo._Options()
-        # Broadcasts take devices in turn, and each has its own thread and connections.
-        options._devices = [gloo.create_device(hostname=address) for _ in range(lanes)]
-        options._threads = at_once
-        options._timeout = _interval(min(seconds, FORMING_S))
-        self._lanes = lanes
-        before = sockets()
-        self._group = gloo(store, rank, size, options)
-        _buffer_little(descriptor for name, descriptor in sockets().items() if name not in before)
+        self._move, self._move_back = (_send, _receive) if rank == 0 else (_receive, _send)
+        self._peers = [[_Connection(one) for one in lanes_of_peer] for lanes_of_peer in lanes]
+        self._turn = 0
 
-    def _post(self, tensor: Tensor, seconds: float) -> Any:
-        return self._group.broadcast([tensor], _from_rank_0(seconds))
-
-    def _wait(self, work: Any, seconds: float) -> None:
-        work.wait(_interval(seconds))
-
-    def _break(self) -> None:
-        # Gloo has no abort. But an operation that outlasts its time closes all connections of its lane, which ends
-        # every other operation there, and the peers' too. What is received here is sent by nobody.
-        for lane in range(self._lanes):
-            for peer in range(self.size):
-                if peer != self.rank:
-                    with suppress(RuntimeError):
-                        self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, lane).wait(_interval(1e-3))
+    def conclude(self, seconds: float) -> None:
+        # Sent is what the system has taken: of a small stream all, before anybody has asked for it.
+        with self._posting:
+            if self.broken:
+                raise RuntimeError("the group was abandoned")
+            work = _Work(len(self._peers))
+            for lanes in self._peers:
+                lanes[0].begin(self._move_back, memoryview(bytearray(1)), work)
+            self._works.append(work)
+        self.finish(seconds)
 
     def close(self) -> None:
-        """Its connections end with it."""
+        with self._posting:
+            self.broken = True
+            self._break()
+
+    def _post(self, tensor: Tensor, seconds: float) -> _Work:
+        work = _Work(len(self._peers))
+        view = tensor.numpy().data.cast("B") if tensor.numel() else memoryview(b"")
+        for lanes in self._peers:
+            lanes[self._turn % len(lanes)].begin(self._move, view, work)
+        self._turn += 1
+        return work
+
+    def _wait(self, work: _Work, seconds: float) -> None:
+        work.wait(seconds)
+
+    def _settle(self, work: _Work, seconds: float) -> None:
+        work.settle(seconds)
+
+    def _break(self) -> None:
+        for lanes in self._peers:
+            for connection in lanes:
+                connection.end()
+
+
+class _Work:
+    """One broadcast, which is over when it is with every peer."""
+
+    def __init__(self, peers: int):
+        self._changed = threading.Condition()
+        self._left = peers
+        self._error: Exception | None = None
+
+    def done(self, error: Exception | None = None) -> None:
+        with self._changed:
+            self._left -= 1
+            self._error = self._error or error
+            if self._left == 0 or error is not None:
+                self._changed.notify_all()
+
+    def wait(self, seconds: float) -> None:
+        """Raises RuntimeError as soon as it has failed anywhere."""
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._left == 0 or self._error is not None, seconds)
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error
+        if not ended:
+            raise RuntimeError(f"Timed out: a broadcast took longer than {seconds:.1f} s")
+
+    def settle(self, seconds: float) -> None:
+        """Wait until nothing touches its memory any more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left == 0, seconds)
+
+
+_Move = Callable[[socket.socket, memoryview], None]
+
+
+class _Connection:
+    """A connection and the thread that moves bytes over it, one broadcast after the other."""
+
+    def __init__(self, connection: socket.socket):
+        self._connection = connection
+        # Not for the limit's sake, `abort` ends every wait. But with one the system is asked for what it has at
+        # once and then waited for, which takes far less of the processor than waiting within the transfer.
+        connection.settimeout(_NEVER_S)
+        self._queue: SimpleQueue[tuple[_Move, memoryview, _Work] | None] = SimpleQueue()
+        threading.Thread(target=self._run, name="headrace-lane", daemon=True).start()
+
+    def begin(self, move: _Move, view: memoryview, work: _Work) -> None:
+        self._queue.put((move, view, work))
+
+    def end(self) -> None:
+        """Whatever is under way fails at once, here and at the other end."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        failed: OSError | None = None
+        # None comes last: who is not to begin any more has set the group's `broken`.
+        while (given := self._queue.get()) is not None:
+            move, view, work = given
+            try:
+                if failed is not None:
+                    raise failed
+                move(self._connection, view)
+            except OSError as error:
+                failed = error
+            work.done(failed)
+            del given, view, work  # while it waits it holds nobody's memory
+        self._connection.close()
+
+
+def _send(connection: socket.socket, view: memoryview) -> None:
+    try:
+        connection.sendall(view)
+    except (ConnectionError, BrokenPipeError):
+        raise ConnectionError("Connection closed by peer") from None
+
+
+def _receive(connection: socket.socket, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        try:
+            count = connection.recv_into(view[done:])
+        except ConnectionError:
+            count = 0
+        if count == 0:
+            raise ConnectionError("Connection closed by peer")
+        done += count
+
+
+# ── NCCL ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NcclGroup(Group):
@@ -141,15 +254,27 @@ class NcclGroup(Group):
     `abort` ends a broadcast whose peer has died or stopped, that the memory is not written after it, how long it
     takes; that a watchdog which handles no errors leaves the process alone then; how large a bucket should be."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, *, device: torch.device):
+    def __init__(self, rank: int, size: int, connections: Sequence[socket.socket], *, device: torch.device):
+        """`connections` are those of a meeting: to every other rank, or to rank 0. The id of the communicator goes
+        over them, and they are closed."""
         super().__init__(rank, size)
         nccl: Any = dist.ProcessGroupNCCL
         options = nccl.Options()
         # Waits are bounded here, by polling; the watchdog's own limit would end the process.
         options._timeout = timedelta(days=365)
+        # Each process has a store of its own: torch's TCPStore serves whoever connects, without proof or limits.
+        store = dist.HashStore()
+        if rank == 0:
+            start_thread(lambda: hand_out_id(store, connections), "headrace-nccl-id")
+        else:
+            # Bytes are kept as they are; the stubs know only text, which would be encoded.
+            store.set(_ID_KEY, take_id(connections[0]))  # type: ignore[arg-type]
         with _watchdog_that_handles_no_errors():
             self._group = nccl(store, rank, size, options)
         self._group.eager_connect_single_device(device)
+
+    def conclude(self, seconds: float) -> None:
+        """A broadcast that has ended at rank 0 has been taken: nothing lies between the two."""
 
     def close(self) -> None:
         # An orderly end would wait for the other members.
@@ -171,97 +296,56 @@ class NcclGroup(Group):
             raise RuntimeError("the group was abandoned")
         work.wait()
 
+    def _settle(self, work: Any, seconds: float) -> None:
+        self._wait(work, seconds)
+
     def _break(self) -> None:
         self._group.abort()
 
 
-def sockets() -> dict[str, int]:
-    """The descriptors of this process's sockets, by the system's names of these: numbers are given out again, also
-    while a group is made. Empty where the system does not tell."""
-    found = {}
-    with suppress(FileNotFoundError):
-        for number in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                name = os.readlink(f"/proc/self/fd/{number}")
-                if name.startswith("socket:"):
-                    found[name] = int(number)
-    return found
+_LENGTH = struct.Struct("<I")
 
 
-def _buffer_little(descriptors: Iterable[int]) -> None:
-    """Of those that connect this machine with itself: what one end writes the other shall find in the processor's
-    cache. Left alone, the system lets more be under way than that holds, and every byte goes to memory and back."""
-    for descriptor in descriptors:
-        with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-            if connection.getpeername()[0] == connection.getsockname()[0]:
-                for buffer, size in BUFFERS.items():
-                    connection.setsockopt(socket.SOL_SOCKET, buffer, size)
+def hand_out_id(store: dist.Store, connections: Sequence[socket.socket]) -> None:
+    """Rank 0's side: the others need its communicator's id, in which NCCL has put its address and a random number.
+    It is in the store before NCCL waits for them."""
+    try:
+        store.wait([_ID_KEY], timedelta(seconds=FORMING_S))
+        value = store.get(_ID_KEY)
+        for connection in connections:
+            connection.sendall(_LENGTH.pack(len(value)) + value)
+    except (RuntimeError, OSError):
+        return  # the others are told by their closed connections
+    finally:
+        for connection in connections:
+            connection.close()
 
 
-# ── Meeting ──────────────────────────────────────────────────────────────────────────────────────────────
+def take_id(connection: socket.socket) -> bytes:
+    """Another rank's side. Raises RuntimeError where none comes."""
+    connection.settimeout(FORMING_S)
+    with connection:
+        try:
+            length = _LENGTH.unpack(_exactly(connection, _LENGTH.size))[0]
+            if length > _ID_BYTES:
+                raise RuntimeError(f"an id of {length} bytes is none")
+            return _exactly(connection, length)
+        except OSError as error:
+            raise RuntimeError(f"the sender gave no id: {error}") from error
 
 
-def serve(host: str, seconds: float) -> dist.Store:
-    """A store at a port of `host` that was free; alone there, where torch's own listens at every address."""
-    listening = socket.create_server((host, 0))
-    port = listening.getsockname()[1]
-    return dist.TCPStore(
-        host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=_interval(seconds),
-        master_listen_fd=listening.detach(),
-    )
+def _exactly(connection: socket.socket, size: int) -> bytes:
+    data = bytearray(size)
+    _receive(connection, memoryview(data))
+    return bytes(data)
 
 
-def connect(host: str, port: int, group: int, seconds: float) -> dist.Store:
-    """The part of the store that belongs to one group, over a connection of its own: while one thread waits for a
-    key, others cannot use the same connection."""
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_interval(seconds))
-    return dist.PrefixStore(str(group), store)
-
-
-def gather(store: dist.Store, size: int, seconds: float, given_up: Callable[[], bool]) -> bool:
-    """Rank 0's side: wait until the other ranks are taken, then let all make the group. False when `given_up` says
-    so first. Raises RuntimeError after `seconds`."""
-    end, pause = time.monotonic() + seconds, _POLL_S[0]
-    ranks = [f"taken/{rank}" for rank in range(1, size)]
-    while ranks and not store.check(ranks):
-        if given_up():
-            return False
-        if time.monotonic() > end:
-            raise RuntimeError(f"not all of {size - 1} receivers came within {seconds:.1f} s")
-        time.sleep(pause)
-        pause = min(2 * pause, _POLL_S[1])
-    store.set("state", "form")
-    return True
-
-
-def dismiss(store: dist.Store) -> None:
-    """Rank 0's side: whoever comes now is told at once that the group is no more."""
-    store.set("state", "abandoned")
-
-
-def attend(store: dist.Store, rank: int) -> None:
-    """A receiver's side: take the rank and wait for the others. Raises RuntimeError where that is not to be."""
-    if store.add(f"taken/{rank}", 1) > 1:
-        raise RuntimeError(f"rank {rank} is taken: this engine was in the group before it was started again")
-    if store.get("state") != b"form":
-        raise RuntimeError("the sender has given it up")
-
-
-def own_address(host: str, port: int) -> str:
-    """The address of this machine from which `host` is reached. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-    return address
+# ── Threads and waits ────────────────────────────────────────────────────────────────────────────────────
 
 
 def within(seconds: float, work: Callable[[], T], discard: Callable[[T], None]) -> T:
-    """What `work` returns or raises. Torch's store waits for ever for a process that was stopped, so it is done in
-    a thread, which is left behind after `seconds` with TimeoutError; what it still returns is discarded."""
+    """What `work` returns or raises. NCCL waits for ever for a process that was stopped, so it is done in a thread,
+    which is left behind after `seconds` with TimeoutError; what it still returns is discarded."""
     lock = threading.Lock()
     done = threading.Event()
     outcome: list[Any] = []
