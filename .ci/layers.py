@@ -17,6 +17,7 @@ FLOOR = {
     "usage",
     "ipc",
     "workers",
+    "bounds",
     "clocks",
     "references",
     "tokenizer",
