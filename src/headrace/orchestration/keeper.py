@@ -36,7 +36,7 @@ MARK = "HEADRACE_MARK"
 _CLEAR_S = 10.0
 """Longest that the keeper tries to end what cannot be killed, a process stuck in a driver say."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_DIGITS = 15
+_NOTE, _DIGITS = b"\n[headrace ", 15
 _PIPE_BYTES = 1 << 20
 _LINUX = sys.platform == "linux"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -90,9 +90,11 @@ class Log:
 
     def _shorten(self, size: int) -> None:
         before = os.pread(self._fd, len(_note(0)), self._head)
-        known = before[:10] == _note(0)[:10] and before[10 : 10 + _DIGITS].strip().isdigit()
-        begin = self._head + (len(before) if known else 0)
-        missing = size - self._tail - begin + (int(before[10 : 10 + _DIGITS]) if known else 0)
+        number = before[len(_NOTE) : len(_NOTE) + _DIGITS].strip()
+        if before.startswith(_NOTE) and number.isdigit():
+            missing = size - self._tail - self._head - len(before) + int(number)
+        else:
+            missing = size - self._tail - self._head
         end = os.pread(self._fd, self._tail, size - self._tail)
         os.ftruncate(self._fd, self._head)
         rest = _note(missing) + end
@@ -102,7 +104,7 @@ class Log:
 
 def _note(missing: int) -> bytes:
     """Always as long, and its number at the same place: it is read again when the log is shortened again."""
-    return b"\n[headrace %*d bytes are left out here: a log keeps its beginning and its end]\n" % (_DIGITS, missing)
+    return _NOTE + b"%*d bytes are left out here: a log keeps its beginning and its end]\n" % (_DIGITS, missing)
 
 
 # ── Processes ────────────────────────────────────────────────────────────────────────────────────────────
@@ -285,6 +287,7 @@ def main() -> None:
         _say(control, f"ended {-signal.SIGKILL if child.status is None else child.status}")
     _copy(printed, log)
     _say(control, "cleared")
+    os._exit(0)
 
 
 def _copy_until_the_end(

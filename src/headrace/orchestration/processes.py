@@ -42,16 +42,20 @@ class LocalProcess:
         self._said = b""
         self._status: int | None = None
         self._cleared = False
+        """Whether the keeper has said so."""
+        self._closed = False
+        """Whether the control socket is at its end."""
         self._force_at: float | None = None
         control.setblocking(False)
+        self._loop = asyncio.get_running_loop()
+        # A keeper that was killed is noticed at once, though what its child had started holds the child's socket.
+        self._loop.add_reader(control, self._hear)
 
     async def started(self) -> None:
         """Until `pid` is known. Raises OSError when the keeper did not start the child; the log has the reason."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + _START_S
-        while not self.pid and not self._cleared and loop.time() < end:
+        end = self._loop.time() + _START_S
+        while not self.pid and not self._closed and self._loop.time() < end:
             await asyncio.sleep(0.002)
-            self._hear()
         if not self.pid:
             raise OSError(f"its keeper did not start it within {_START_S:g} s, or ended")
 
@@ -64,7 +68,7 @@ class LocalProcess:
         """The child and all that it has started."""
         if self.poll() is None and self.pid:
             send_signal(self.pid, signal.SIGKILL)
-        if not self._cleared:
+        if not self._closed:
             # A keeper that users' code has stopped would not hear of it.
             send_signal(self._keeper.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):
@@ -72,23 +76,23 @@ class LocalProcess:
             self._force_at = time.monotonic() + KEEPER_GRACE_S
 
     async def wait(self, seconds: float) -> int | None:
-        """The child's exit status, once all that it had started has ended too."""
+        """The child's exit status, once all that it had started has ended too, and its keeper."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
-        while not self._has_cleared() and clock() < end:
+        while not (ended := self._has_ended()) and clock() < end:
             await asyncio.sleep(0.005)
-        return self._status if self._cleared else None
+        return self._status if ended else None
 
-    def _has_cleared(self) -> bool:
+    def _has_ended(self) -> bool:
         self._hear()
-        if not self._cleared and self._force_at is not None and time.monotonic() > self._force_at:
+        if not self._closed and self._force_at is not None and time.monotonic() > self._force_at:
             self._keeper.kill()
-            self._lose_keeper()
-        return self._cleared
+            self._close()
+        return self._closed and self._keeper.poll() is not None
 
     def _hear(self) -> None:
         """What the keeper has said by now."""
-        while not self._cleared:
+        while not self._closed:
             try:
                 data = self._control.recv(4096)
             except BlockingIOError:
@@ -96,7 +100,7 @@ class LocalProcess:
             except OSError:
                 data = b""
             if not data:
-                self._lose_keeper()
+                self._close()
                 return
             *lines, self._said = (self._said + data).split(b"\n")
             for what, _, number in (line.partition(b" ") for line in lines):
@@ -105,21 +109,21 @@ class LocalProcess:
                 elif what == b"ended":
                     self._status = int(number)
                 else:
-                    self._finish()
+                    self._cleared = True
 
-    def _lose_keeper(self) -> None:
-        """It was killed itself. Its child has died with it; what that had started is found by group and by mark."""
-        if self.pid and self._status is None:
-            send_signal(self.pid, signal.SIGKILL, group=True)
-        end_marked(self._mark)
+    def _close(self) -> None:
+        """The keeper has ended. If it was killed, its child died with it; what that had started is found by its
+        group and by its mark."""
+        self._closed = True
+        if not self._loop.is_closed():
+            self._loop.remove_reader(self._control)
+        self._control.close()
+        if not self._cleared:
+            if self.pid and self._status is None:
+                send_signal(self.pid, signal.SIGKILL, group=True)
+            end_marked(self._mark)
         if self._status is None:
             self._status = -signal.SIGKILL
-        self._finish()
-
-    def _finish(self) -> None:
-        self._cleared = True
-        self._control.close()
-        self._keeper.poll()
 
 
 def compute_threads(*, take_turns: bool = False) -> int:
