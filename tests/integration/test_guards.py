@@ -275,3 +275,15 @@ def test_nothing_is_left_when_the_controller_is_killed_while_a_worker_is_stopped
     run.kill()
     run.communicate(timeout=30)
     wait_until(lambda: left_behind(project.path) == [], 5, "its processes to end")
+
+
+def test_a_key_in_the_environment_reaches_a_scorer_only_where_it_is_named(project, monkeypatch):
+    monkeypatch.setenv("SEARCH_API_KEY", "secret")
+    code = "\nimport os\ndef searching(task, attempt):\n    return len(os.environ['SEARCH_API_KEY']) + score(task, attempt)\n"
+    (project.path / "user.py").write_text((project.path / "user.py").read_text() + code)
+    words = ("train", "config.toml", "--set", "scorer.source=user.py:searching", "--set", "training.steps=2")
+    done = project.headrace(*words)
+    assert done.returncode == 1
+    assert "scorer_error: KeyError: 'SEARCH_API_KEY'" in done.stderr
+    done = project.headrace(*words, "--overwrite", "--set", 'scorer.pass_env=["SEARCH_*"]')
+    assert done.returncode == 0, done.stderr
