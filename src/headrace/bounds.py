@@ -66,16 +66,18 @@ def clip(text: str, limit: int = MAX_TEXT) -> str:
     return text[: limit - len(end)] + end
 
 
-def text_of(value: object) -> str:
+def text_of(value: object, limit: int = MAX_TEXT) -> str:
     """What users' code has for a text, clipped and encodable. Whatever its own `__str__` raises, there is one."""
     try:
-        return clip(value if isinstance(value, str) else str(value)).encode(errors="replace").decode()
+        text = clip(value if isinstance(value, str) else str(value), limit)
+        return text.encode(errors="replace").decode()
     except Exception as error:
         return f"(its text cannot be had: {type(error).__name__})"
 
 
 def described(error: BaseException) -> str:
-    return clip(f"{type(error).__name__}: {text_of(error)}")
+    name = f"{clip(type(error).__name__, 100)}: "
+    return name + text_of(error, MAX_TEXT - len(name))
 
 
 def users_reason(reason: str, detail: str) -> tuple[str, str]:

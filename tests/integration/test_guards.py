@@ -12,14 +12,13 @@ import statistics
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 from integration_project import Project, wait_until
 
 HARM = '''
-import asyncio, ctypes, os, signal, sys, time
+import asyncio, os, signal, time
 from pathlib import Path
 
 seen = 0
@@ -32,65 +31,35 @@ def once(name):
         return False
     return True
 
-def harmful(task):
-    """One task is the culprit, with all its episodes: the one whose turn it was when the run had found its pace."""
+def harm_of(task, kinds):
+    """For each kind of harm one task, with all its episodes: the one whose turn it is when the run has found its
+    pace, one kind after another."""
     global seen
     seen += 1
-    if seen == 160 and once("chosen"):
-        Path("culprit").write_text(task.id)
-    return os.path.exists("culprit") and Path("culprit").read_text() == task.id
+    if seen % 160 == 0:
+        kind = next((kind for kind in kinds if once(f"chosen-{kind}")), None)
+        if kind:
+            Path(f"culprit-{kind}").write_text(task.id)
+    for kind in kinds:
+        culprit = Path(f"culprit-{kind}")
+        if culprit.exists() and culprit.read_text() == task.id:
+            return kind
 
-def began(what):
+def began():
     with open("began", "a") as file:
-        file.write(f"{what} {os.getpid()} {time.time()}\\n")
-
-def ended():
-    with open("ended", "a") as file:
         file.write(f"{time.time()}\\n")
 
-async def prints(task, attempt, size):
-    if harmful(task):
-        began("prints")
-        line = b"x" * 199 + b"\\n"
-        for _ in range(size // (200 * 5000)):
-            os.write(1, line * 5000)
-        os.write(2, b"that was all\\n")
-        ended()
-        os._exit(9)
-    return score(task, attempt)
+def ended(kind):
+    with open("ended", "a") as file:
+        file.write(f"{kind} {time.time()}\\n")
 
-def _hide():
-    """As a daemon does: a session of its own, no terminal, deaf to what would end it, orphaned."""
+def hide():
+    """As a daemon does: a session of its own, deaf to what would end it, orphaned."""
     os.setsid()
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     if os.fork():
         os._exit(0)
-    while True:
-        time.sleep(3600)
-
-async def forks(task, attempt, count):
-    if harmful(task):
-        began("forks")
-        for index in range(count):
-            pid = os.fork()
-            if pid == 0:
-                if index % 2:
-                    _hide()
-                while True:
-                    time.sleep(3600)
-            if index % 2:
-                os.waitpid(pid, 0)
-        ended()
-        os._exit(9)
-    return score(task, attempt)
-
-async def stops(task, attempt):
-    if harmful(task):
-        began("stops")
-        ended()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    return score(task, attempt)
 
 class Endless(Exception):
     def __init__(self, size):
@@ -99,28 +68,47 @@ class Endless(Exception):
     def __str__(self):
         return "y" * self.size
 
-async def raises(task, attempt, size):
-    if harmful(task):
-        began("raises")
-        try:
-            raise Endless(size)
-        finally:
-            ended()
-    return score(task, attempt)
+async def harms(task, attempt, kinds):
+    kind = harm_of(task, kinds)
+    if kind is None:
+        return score(task, attempt)
+    began()
+    if kind == "prints":
+        for _ in range(kinds[kind] // 1_000_000):
+            os.write(1, (b"x" * 199 + b"\\n") * 5000)
+        os.write(2, b"that was all\\n")
+    elif kind == "forks":
+        for index in range(kinds[kind]):
+            pid = os.fork()
+            if pid == 0:
+                if index % 2:
+                    hide()
+                while True:
+                    time.sleep(3600)
+            if index % 2:
+                os.waitpid(pid, 0)
+    elif kind == "stops":
+        ended(kind)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif kind == "raises":
+        ended(kind)
+        raise Endless(kinds[kind])
+    ended(kind)
+    os._exit(9)
 
 class Greedy:
     def __init__(self, count):
         self.count = count
 
     async def rollout(self, task, policy):
-        if not harmful(task):
+        if harm_of(task, ["samples"]) is None:
             await policy.sample(task.prompt)
             return
-        began("samples")
+        began()
         try:
             await asyncio.gather(*(policy.sample(task.prompt) for _ in range(self.count)))
         finally:
-            ended()
+            ended("samples")
 '''
 
 
@@ -173,95 +161,92 @@ def at_its_rate(folder: Path, began: float, ended: float, within: float) -> tupl
     return statistics.median(before), statistics.median(after)
 
 
-def harmed(project: Project, *settings: str, timeout: float = 100) -> dict[str, Any]:
-    """A run with a culprit among its tasks, and some seconds more: what it says, what it cost the controller."""
+def harmed(project: Project, kinds: dict[str, int], timeout: float = 100) -> None:
+    """A run with culprits among its tasks, and some seconds more: each kind of harm costs its own episodes."""
     (project.path / "user.py").write_text((project.path / "user.py").read_text() + HARM)
-    settings = ("tasks.options.count=100000", "training.steps=100000", "training.checkpoint_every=1000", *settings)
-    words = [word for one in settings for word in ("--set", one)]
-    run = project.start("train", "config.toml", *words)
+    settings = ["tasks.options.count=100000", "training.steps=100000", "training.checkpoint_every=1000"]
+    scored = {kind: number for kind, number in kinds.items() if kind != "samples"}
+    settings += ["scorer.source=user.py:harms", "scorer.timeout_s=600", f"scorer.options.kinds={toml(scored)}"]
+    if "stops" in kinds:
+        settings += ["scorer.timeout_s=1"]
+    if "samples" in kinds:
+        settings += ["environment.source=user.py:Greedy", f"environment.options.count={kinds['samples']}"]
+    run = project.start("train", "config.toml", *(word for one in settings for word in ("--set", one)))
     watch = Watch(run.pid)
     marks = project.path / "ended"
-    wait_until(
-        lambda: run.poll() is not None or (marks.exists() and time.time() - marks.stat().st_mtime > 8),
-        timeout,
-        "the culprit to have ended for the last time",
-    )
+
+    def over() -> bool:
+        if run.poll() is not None:
+            return True
+        done = marks.exists() and {line.split()[0] for line in marks.read_text().splitlines()} == set(kinds)
+        return done and time.time() - marks.stat().st_mtime > 9
+
+    wait_until(over, timeout, "the culprits to have ended for the last time")
     run.send_signal(signal.SIGINT)
     output = run.communicate(timeout=30)[0]
     assert "stopping after this step" in output, output
     wait_until(lambda: left_behind(project.path) == [], 5, "its processes to end")
-    began = float((project.path / "began").read_text().splitlines()[0].split()[2])
-    ended = float(marks.read_text().splitlines()[-1])
-    events = map(json.loads, (project.run / "events.jsonl").read_text().splitlines())
+    assert project.audit()["ok"]
+
+    began = float((project.path / "began").read_text().splitlines()[0])
+    ended = float(marks.read_text().splitlines()[-1].split()[1])
     before, after = at_its_rate(project.run, began, ended, 5.0)
     growth = watch.growth(began)
-    took = f"{ended - began:.1f} s of harm, a step {before:.3f} s before, {after:.3f} s after"
-    print(f"{took}, controller +{growth / 2**20:.1f} MiB")
-    assert project.audit()["ok"]
-    culprit = (project.path / "culprit").read_text()
-    return {
-        "dropped": [event for event in events if event["kind"] == "dropped"],
-        "culprit": culprit,
-        "growth": growth,
-        "before": before,
-        "after": after,
-    }
-
-
-SHORT, FULL = "short", pytest.param("full", marks=[pytest.mark.full, pytest.mark.timeout(900)])
-
-
-@pytest.mark.parametrize("form", [SHORT, FULL])
-def test_a_scorer_that_prints_without_end_costs_its_episodes_only(project, form):
-    size = 10**10 if form == "full" else 6 * 10**7
-    found = harmed(
-        project, "scorer.source=user.py:prints", f"scorer.options.size={size}", "scorer.timeout_s=100", timeout=800
+    print(
+        f"{', '.join(kinds)}: {ended - began:.1f} s of harm, a step {before:.3f} s before, {after:.3f} s from 5 s "
+        f"after, controller +{growth / 2**20:.1f} MiB"
     )
-    assert {event["reason"] for event in found["dropped"]} <= {"scorer_crash"}
-    logs = {log.name: log.stat().st_size for log in (project.run / "logs").iterdir()}
-    assert max(logs.values()) <= 17 << 20
-    assert "bytes are left out here" in (project.run / "logs" / "scorer-1.log").read_text()
-    assert (project.run / "logs" / "scorer-1.log").read_text().endswith("that was all\n")
-    assert found["growth"] < 50 << 20
-    assert found["after"] < 2 * found["before"] + 0.1
+    assert growth < 50 << 20
+    assert after < 2 * before + 0.1
+    dropped: dict[str, list[str]] = {}
+    for event in map(json.loads, (project.run / "events.jsonl").read_text().splitlines()):
+        if event["kind"] == "dropped":
+            dropped.setdefault(event["reason"], []).append(event["detail"])
+    assert set(dropped) == {REASONS[kind] for kind in kinds}
+    details = [detail for each in dropped.values() for detail in each]
+    assert all(len(detail) <= 2000 for detail in details)
+    for kind in kinds:
+        assert any(words in detail for words in WORDS[kind] for detail in dropped[REASONS[kind]]), details
 
 
-@pytest.mark.parametrize("form", [SHORT, FULL])
-def test_what_a_scorer_has_forked_ends_with_it(project, form):
-    count = 2000 if form == "full" else 40
-    found = harmed(project, "scorer.source=user.py:forks", f"scorer.options.count={count}", timeout=250)
-    assert {event["reason"] for event in found["dropped"]} == {"scorer_crash"}
-    assert "scorer-" in found["dropped"][0]["detail"]
-    assert "exit status 9" in found["dropped"][0]["detail"]
-    assert found["growth"] < 50 << 20
-    assert found["after"] < 2 * found["before"] + 0.1
+REASONS = {
+    "prints": "scorer_crash",
+    "forks": "scorer_crash",
+    "raises": "scorer_error",
+    "stops": "scorer_timeout",
+    "samples": "too_many_samples",
+}
+WORDS = {
+    "prints": [
+        "exit status 9; its last words in ",
+    ],
+    "forks": ["exit status 9; it said nothing in ", "exit status 9; its last words in "],
+    "raises": ["Endless: yyy"],
+    "stops": ["scorer-"],
+    "samples": ["at most 256 turns at once (environment.max_samples)"],
+}
 
 
-def test_a_scorer_that_stops_itself_costs_its_episodes_only(project):
-    found = harmed(project, "scorer.source=user.py:stops", "scorer.timeout_s=1")
-    assert {event["reason"] for event in found["dropped"]} == {"scorer_timeout"}
-    assert found["growth"] < 50 << 20
-    assert found["after"] < 2 * found["before"] + 0.1
+def toml(table: dict[str, int]) -> str:
+    return "{" + ", ".join(f"{key} = {value}" for key, value in table.items()) + "}"
 
 
-@pytest.mark.parametrize("form", [SHORT, FULL])
-def test_an_exception_of_any_size_is_told_in_a_few_words(project, form):
-    size = 10**8 if form == "full" else 10**7
-    found = harmed(project, "scorer.source=user.py:raises", f"scorer.options.size={size}")
-    assert [event["reason"] for event in found["dropped"]] == ["scorer_error"] * len(found["dropped"]) != []
-    assert all(len(event["detail"]) <= 2000 for event in found["dropped"])
-    assert found["dropped"][0]["detail"].startswith("Endless: yyy")
-    assert f"({size} characters)" in found["dropped"][0]["detail"]
-    assert found["growth"] < 50 << 20
-    assert found["after"] < 2 * found["before"] + 0.1
+def test_users_code_that_does_harm_costs_its_own_episodes_only(project):
+    kinds = {"prints": 5 * 10**7, "raises": 10**7, "forks": 40, "samples": 20_000}
+    harmed(project, kinds)
+    log = (project.run / "logs" / "scorer-1.log").read_text()
+    assert "bytes are left out here" in log
+    assert log.endswith("that was all\n")
+    assert max(file.stat().st_size for file in (project.run / "logs").iterdir()) <= 17 << 20
 
 
-def test_an_episode_with_very_many_samples_at_once_fails_and_starves_no_other(project):
-    found = harmed(project, "environment.source=user.py:Greedy", "environment.options.count=20000")
-    assert [event["reason"] for event in found["dropped"]] == ["too_many_samples"] * len(found["dropped"]) != []
-    assert "at most 256 turns at once (environment.max_samples)" in found["dropped"][0]["detail"]
-    assert found["growth"] < 50 << 20
-    assert found["after"] < 2 * found["before"] + 0.1
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kind", "number"), [("prints", 10**10), ("forks", 2000), ("raises", 10**8), ("stops", 1), ("samples", 20_000)]
+)
+def test_users_code_that_does_great_harm_costs_its_own_episodes_only(project, kind, number):
+    harmed(project, {kind: number}, timeout=800)
 
 
 def test_nothing_is_left_when_the_controller_is_killed_while_a_worker_is_stopped(project):
@@ -279,7 +264,11 @@ def test_nothing_is_left_when_the_controller_is_killed_while_a_worker_is_stopped
 
 def test_a_key_in_the_environment_reaches_a_scorer_only_where_it_is_named(project, monkeypatch):
     monkeypatch.setenv("SEARCH_API_KEY", "secret")
-    code = "\nimport os\ndef searching(task, attempt):\n    return len(os.environ['SEARCH_API_KEY']) + score(task, attempt)\n"
+    code = """
+import os
+def searching(task, attempt):
+    return len(os.environ['SEARCH_API_KEY']) + score(task, attempt)
+"""
     (project.path / "user.py").write_text((project.path / "user.py").read_text() + code)
     words = ("train", "config.toml", "--set", "scorer.source=user.py:searching", "--set", "training.steps=2")
     done = project.headrace(*words)
