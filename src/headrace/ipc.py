@@ -330,6 +330,10 @@ class Peer:
             else:
                 future.set_result(record)
 
+    def remove_log(self) -> None:
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+
     def last_line(self) -> str:
         """Of its log, looked for at the log's end only; empty if there is none."""
         if self._log is None or not self._log.is_file():

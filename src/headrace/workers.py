@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ from headrace.records import Nested, Record, message
 
 _CANCEL_GRACE_S = 1.0
 _SUSPECTS_TOGETHER = 32
+KEPT_LOGS = 32
+"""Logs of workers that have ended, the newest, that stay. Each has a bounded size (orchestration/keeper.py)."""
 
 
 @message
@@ -287,6 +290,8 @@ class Pool:
         self._numbers = itertools.count(1)
         self._names = itertools.count(1)
         self._repairs: set[asyncio.Task[None]] = set()
+        self._ended: deque[Peer] = deque()
+        """Whose logs are kept."""
         self._closing = False
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Set when a worker cannot be replaced: the run cannot go on."""
@@ -355,6 +360,10 @@ class Pool:
 
     def _repair(self, worker: _Worker) -> None:
         """Replace a worker that has gone, beside whatever else happens."""
+        if worker.peer not in self._ended:
+            self._ended.append(worker.peer)
+            if len(self._ended) > KEPT_LOGS:
+                self._ended.popleft().remove_log()
         if worker in self._workers and not self._closing:
             self._workers.remove(worker)
             task = asyncio.get_running_loop().create_task(self._replace())

@@ -74,7 +74,8 @@ async def harms(task, attempt, kinds):
         return score(task, attempt)
     began()
     if kind == "prints":
-        for _ in range(kinds[kind] // 1_000_000):
+        # In full once: an episode is run three times until it is known to be the culprit.
+        for _ in range((kinds[kind] if once("printed") else 50_000_000) // 1_000_000):
             os.write(1, (b"x" * 199 + b"\\n") * 5000)
         os.write(2, b"that was all\\n")
     elif kind == "forks":

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import workers
 from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure
@@ -86,6 +87,20 @@ def test_the_innocent_of_a_dead_worker_are_run_again_together(tmp_path):
     assert seconds < 20, "one after another they would take 20 s"
 
 
+def test_the_logs_of_workers_that_died_long_ago_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "KEPT_LOGS", 2)
+
+    async def work(pool):
+        for _ in range(2):
+            with pytest.raises(EpisodeFailure):
+                await pool.run(Errand(what="crash"))
+
+    with_pool(tmp_path, work)
+    # Each of the two jobs has cost three workers. A seventh was there at the end.
+    assert len(list(tmp_path.glob("job-*.log"))) == 2 + 1
+    assert not (tmp_path / "job-1.log").exists()
+
+
 def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
     async def work(pool):
         begun = time.monotonic()
@@ -97,9 +112,12 @@ def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
 
 def test_a_worker_that_dies_while_idle_is_replaced(tmp_path):
     async def work(pool):
-        for worker in list(pool._workers):
+        before = list(pool._workers)
+        for worker in before:
             worker.peer.process.kill()
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(30):
+            while len(set(pool._workers) - set(before)) < 2:
+                await asyncio.sleep(0.01)
         return (await pool.run(Errand(what="sleep"))).what, len(pool._workers)
 
     assert with_pool(tmp_path, work, workers=2) == ("sleep", 2)
