@@ -18,6 +18,7 @@ FLOOR = {
     "usage",
     "ipc",
     "workers",
+    "bounds",
     "clocks",
     "references",
     "model_files",

@@ -24,10 +24,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from headrace import errors, records
-from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, ModelFolderError
+from headrace.bounds import clip, described
+from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, ModelFolderError, RecordError
 from headrace.records import Record, message
 
 _READ_BYTES = 1 << 20
+_LAST_LINE_BYTES, _LAST_LINE_CHARACTERS = 8192, 500
+"""Where a log's last line is looked for, and how much of it is quoted."""
 SAY_EVERY_S = 10.0
 
 
@@ -42,9 +45,13 @@ class Failed(Record):
 
 def error_to_record(call: int, error: BaseException) -> Failed:
     if isinstance(error, HeadraceError):
-        plain = [a if isinstance(a, str | int | float | bool | None) else repr(a) for a in error.args]
+        plain = [a if isinstance(a, int | float | bool | None) else _text(a) for a in error.args]
         return Failed(call=call, error=type(error).__name__, args=plain)
-    return Failed(call=call, error="HeadraceError", args=[f"{type(error).__name__}: {error}", None, None])
+    return Failed(call=call, error="HeadraceError", args=[described(error), None, None])
+
+
+def _text(value: object) -> str:
+    return clip(value if isinstance(value, str) else repr(value))
 
 
 def error_from_record(failed: Failed) -> HeadraceError:
@@ -83,23 +90,37 @@ class FrameReader:
 class Channel(asyncio.Protocol):
     """The asyncio end. Messages of one turn of the loop leave in one write."""
 
-    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[Exception | None], None]):
+    def __init__(
+        self,
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[Exception | None], None],
+        limit: int = records.MOST_BYTES,
+    ):
+        """`on_lost` gets a RecordError where the other end sent what is no message, or one above `limit` bytes."""
         self._on_message = on_message
         self._on_lost = on_lost
-        self._reader = FrameReader()
+        self._reader = FrameReader(limit)
+        self._refused: RecordError | None = None
         self._outgoing: list[bytearray] = []
         self._transport: asyncio.Transport | None = None
 
     @classmethod
     async def open(
-        cls, sock: socket.socket, on_message: Callable[[Any], None], on_lost: Callable[[Exception | None], None]
+        cls,
+        sock: socket.socket,
+        on_message: Callable[[Any], None],
+        on_lost: Callable[[Exception | None], None],
+        limit: int = records.MOST_BYTES,
     ) -> Channel:
         loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: cls(on_message, on_lost), sock=sock)
+        _, channel = await loop.create_connection(lambda: cls(on_message, on_lost, limit), sock=sock)
         return channel
 
     def send(self, record: Any) -> None:
-        self._outgoing.append(records.encode(record))
+        self.send_encoded(records.encode(record))
+
+    def send_encoded(self, data: bytearray) -> None:
+        self._outgoing.append(data)
         if len(self._outgoing) == 1:
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -118,11 +139,18 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for record in self._reader.feed(data):
+        try:
+            found = self._reader.feed(data)
+        except RecordError as error:
+            self._refused = error
+            assert self._transport is not None
+            self._transport.abort()
+            return
+        for record in found:
             self._on_message(record)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._on_lost(exc)
+        self._on_lost(self._refused or exc)
 
 
 class BlockingChannel:
@@ -204,20 +232,28 @@ class ChildProcess(Protocol):
 
     pid: int
 
-    def poll(self) -> int | None: ...
+    def poll(self) -> int | None:
+        """Its exit status, if it has ended."""
+        ...
 
-    def kill(self) -> None: ...
+    def kill(self) -> None:
+        """It and what it has started."""
+        ...
 
     async def wait(self, seconds: float) -> int | None:
-        """Its exit status, or None if it has not ended within `seconds`."""
+        """Its exit status, or None if it, or what it has started, has not ended within `seconds`."""
         ...
 
 
 class Peer:
     """One child, seen from the controller. Calls are answered by a record with the same `call` number."""
 
-    def __init__(self, name: str, process: ChildProcess, log: Path | None = None):
+    def __init__(
+        self, name: str, process: ChildProcess, log: Path | None = None, max_message: int = records.MOST_BYTES
+    ):
+        """A child that sends a message of more than `max_message` bytes counts as dead, and is killed."""
         self.name = name
+        self._max_message = max_message
         self.process = process
         self._log = log
         self.on_message: Callable[[Any], None] | None = None
@@ -232,7 +268,7 @@ class Peer:
         """Why it ends, where that is a fault of the user's folder."""
 
     async def connect(self, sock: socket.socket) -> None:
-        self._channel = await Channel.open(sock, self._received, self._lost)
+        self._channel = await Channel.open(sock, self._received, self._lost, self._max_message)
 
     def next_call(self) -> int:
         return next(self._numbers)
@@ -302,12 +338,18 @@ class Peer:
             else:
                 future.set_result(record)
 
+    def remove_log(self) -> None:
+        if self._log is not None:
+            self._log.unlink(missing_ok=True)
+
     def last_line(self) -> str:
-        """Of its log, empty if there is none."""
+        """Of its log, looked for at the log's end only; empty if there is none."""
         if self._log is None or not self._log.is_file():
             return ""
-        lines = self._log.read_text(errors="replace").strip().splitlines()
-        return lines[-1] if lines else ""
+        with self._log.open("rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - _LAST_LINE_BYTES))
+            lines = log.read(_LAST_LINE_BYTES).decode(errors="replace").strip().splitlines()
+        return clip(lines[-1], _LAST_LINE_CHARACTERS) if lines else ""
 
     def _last_words(self) -> str:
         if self._log is None or not self._log.is_file():
@@ -320,9 +362,18 @@ class Peer:
             asyncio.get_running_loop().create_task(self._mourn(exc))
 
     async def _mourn(self, exc: Exception | None) -> None:
-        status = await self.process.wait(5.0)
+        if isinstance(exc, RecordError):
+            self.process.kill()
+        await self.process.wait(5.0)
+        status = self.process.poll()
         how = "it closed its connection" if status is None else _exit_words(status)
-        error = self._last_said or ComponentDied(self.name, how, self._last_words())
+        if status is None:
+            # Nobody can talk to it any more.
+            self.process.kill()
+            await self.process.wait(5.0)
+        if isinstance(exc, RecordError):
+            how = f"it was killed, for what it sent: {exc}"
+        error = self._last_said or ComponentDied(self.name, how, await asyncio.to_thread(self._last_words))
         if self.died.done():
             return
         if self._stopping and not self._waiting:
@@ -346,7 +397,8 @@ async def telling(
         begun = clock()
         while say is not None:
             await asyncio.sleep(SAY_EVERY_S)
-            say(f"{what} for {clock() - begun:.0f} s. {more()}".rstrip())
+            details = await asyncio.to_thread(more)
+            say(f"{what} for {clock() - begun:.0f} s. {details}".rstrip())
 
     task = asyncio.create_task(tell())
     try:

@@ -20,11 +20,23 @@ import os
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from headrace import records
+from headrace.bounds import (
+    MAX_MESSAGE_BYTES,
+    MAX_OWN_REASONS,
+    SYSTEM_REASONS,
+    SystemFailure,
+    clip,
+    described,
+    text_of,
+    users_reason,
+)
 from headrace.clocks import Clocks
 from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
 from headrace.ipc import ORPHANED, Channel, Peer, Stop, telling
@@ -32,6 +44,8 @@ from headrace.records import Nested, Record, message
 
 _CANCEL_GRACE_S = 1.0
 _SUSPECTS_TOGETHER = 32
+KEPT_LOGS = 32
+"""Logs of workers that have ended, the newest, that stay. Each has a bounded size (orchestration/keeper.py)."""
 
 
 @message
@@ -56,6 +70,8 @@ class JobFailed(Record):
     id: int
     reason: str
     detail: str
+    by_user: bool
+    """Whether the reason is a word of users' code, and not one of the system's."""
 
 
 @message
@@ -101,11 +117,12 @@ Respond = Callable[[Any], Awaitable[Any]]
 
 
 class _Gone(Exception):
-    """The worker ended with this job among its own. `how` is crash or timeout."""
+    """The worker ended with this job among its own. `how` is crash or timeout, `why` what is known of its end."""
 
-    def __init__(self, how: str):
-        super().__init__(how)
+    def __init__(self, how: str, why: str):
+        super().__init__(how, why)
         self.how = how
+        self.why = why
 
 
 @dataclass
@@ -118,8 +135,13 @@ class _Running:
 
 
 class _Worker:
-    def __init__(self, peer: Peer, on_gone: Callable[[_Worker], None]):
+    def __init__(
+        self, peer: Peer, on_gone: Callable[[_Worker], None], kind: str, max_asks: int, reasons: _OwnReasons
+    ):
         self.peer = peer
+        self._kind = kind
+        self._max_asks = max_asks
+        self._reasons = reasons
         self.jobs: dict[int, _Running] = {}
         self.gone: str | None = None
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -130,7 +152,7 @@ class _Worker:
 
     async def run(self, job_id: int, body: Nested, respond: Respond | None, clocks: Clocks, kind: str) -> Any:
         if self.gone:
-            raise _Gone(self.gone)
+            raise self._gone()
         job = self.jobs[job_id] = _Running(asyncio.get_running_loop().create_future(), respond)
         try:
             self.peer.tell(Job(id=job_id, body=body))
@@ -140,7 +162,7 @@ class _Worker:
             await self._cancel(job_id)
             raise EpisodeFailure(f"{kind}_timeout", f"no result within {clocks.seconds:g} s") from None
         except ComponentDied:
-            raise _Gone(self.gone or "crash") from None
+            raise self._gone() from None
         except asyncio.CancelledError:
             if not self.gone and not self.peer.died.done():
                 self.peer.tell(Cancel(id=job_id))
@@ -162,13 +184,13 @@ class _Worker:
         stuck = False
         try:
             if self.gone or self.peer.died.done():
-                raise _Gone(self.gone or "crash")
+                raise self._gone()
             self.peer.tell(Cancel(id=job_id))
             async with asyncio.timeout(_CANCEL_GRACE_S):
                 stuck = await acknowledged
         except TimeoutError:
             await self.end("timeout")
-            raise _Gone("timeout") from None
+            raise self._gone() from None
         finally:
             self._cancelled.pop(job_id, None)
         if stuck:
@@ -185,28 +207,42 @@ class _Worker:
                 future.set_result(record.stuck)
         elif (job := self.jobs.get(record.id)) is None:
             return
+        elif isinstance(record, Ask) and len(job.answers) >= self._max_asks:
+            # A worker's own code keeps to the bound, so this one is in other hands.
+            self.peer.tell(Cancel(id=record.id))
+            if not job.result.done():
+                why = f"an episode asks for at most {self._max_asks} things at once (environment.max_samples)"
+                job.result.set_exception(EpisodeFailure("too_many_samples", why))
         elif isinstance(record, Ask):
             job.answers[record.number] = asyncio.get_running_loop().create_task(self._respond(record, job))
         elif isinstance(record, Withdraw):
-            if record.number in job.answers:
-                job.answers[record.number].cancel()
+            if (answer := job.answers.pop(record.number, None)) is not None:
+                answer.cancel()
         elif job.result.done():
             return
         elif isinstance(record, Done):
             job.result.set_result(record.body.record)
         elif isinstance(record, JobFailed):
-            job.result.set_exception(EpisodeFailure(record.reason, record.detail))
+            reason, detail = record.reason, clip(record.detail)
+            if record.by_user or reason not in SYSTEM_REASONS | {f"{self._kind}_error"}:
+                reason, detail = self._reasons.admit(*users_reason(reason, detail))
+            job.result.set_exception(EpisodeFailure(reason, detail))
+
+    def _gone(self) -> _Gone:
+        died = self.peer.died
+        known = str(died.result()) if died.done() and not died.cancelled() else f"{self.peer.name} was killed"
+        return _Gone(self.gone or "crash", known)
 
     async def _respond(self, ask: Ask, job: _Running) -> None:
         try:
             assert job.respond is not None
             answer = Answer(number=ask.number, body=Nested(await job.respond(ask.body.record)))
         except EpisodeFailure as failure:
-            answer = Answer(number=ask.number, reason=failure.reason, detail=failure.detail)
+            answer = Answer(number=ask.number, reason=failure.reason, detail=clip(failure.detail))
         except ComponentDied as died:
-            answer = Answer(number=ask.number, reason="engine_died", detail=str(died))
+            answer = Answer(number=ask.number, reason="engine_died", detail=clip(str(died)))
         except Exception as error:
-            answer = Answer(number=ask.number, reason="bad_request", detail=f"{type(error).__name__}: {error}")
+            answer = Answer(number=ask.number, reason="bad_request", detail=described(error))
         finally:
             job.answers.pop(ask.number, None)
         if not self.gone and not self.peer.died.done():
@@ -221,7 +257,7 @@ class _Worker:
     def _release(self) -> None:
         for job in self.jobs.values():
             if not job.result.done():
-                job.result.set_exception(_Gone(self.gone or "crash"))
+                job.result.set_exception(self._gone())
         self._on_gone(self)
 
 
@@ -237,9 +273,13 @@ class Pool:
         concurrency: int,
         timeout_s: float,
         start_s: float,
+        max_asks: int = 256,
         say: Callable[[str], None] | None = None,
     ):
+        """`max_asks` is how many questions of one job may wait for an answer at once."""
         self._kind = kind
+        self._max_asks = max_asks
+        self._reasons = _OwnReasons()
         self._spawn = spawn
         self._count = workers
         self._slots = asyncio.Semaphore(workers * concurrency)
@@ -250,6 +290,8 @@ class Pool:
         self._numbers = itertools.count(1)
         self._names = itertools.count(1)
         self._repairs: set[asyncio.Task[None]] = set()
+        self._ended: deque[Peer] = deque()
+        """Whose logs are kept."""
         self._closing = False
         self.failed: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """Set when a worker cannot be replaced: the run cannot go on."""
@@ -270,7 +312,7 @@ class Pool:
             try:
                 return await worker.run(next(self._numbers), data, respond, self._clocks, self._kind)
             except _Gone as gone:
-                how = gone.how
+                last = gone
         for apart in self._again:
             if again is not None:
                 again()
@@ -279,8 +321,8 @@ class Pool:
                 try:
                     return await worker.run(next(self._numbers), data, respond, self._clocks, self._kind)
                 except _Gone as gone:
-                    how = gone.how
-        raise EpisodeFailure(f"{self._kind}_{how}", f"the {self._kind}'s process ended")
+                    last = gone
+        raise EpisodeFailure(f"{self._kind}_{last.how}", clip(f"the {self._kind}'s process ended: {last.why}"))
 
     def hold_clocks(self, held: bool) -> None:
         """While they are held, the time of jobs does not count."""
@@ -294,7 +336,8 @@ class Pool:
         await asyncio.gather(*(w.peer.close(seconds) for w in [*self._workers, *apart] if not w.gone))
 
     async def _new(self) -> _Worker:
-        worker = _Worker(await self._spawn(f"{self._kind}-{next(self._names)}"), self._repair)
+        peer = await self._spawn(f"{self._kind}-{next(self._names)}")
+        worker = _Worker(peer, self._repair, self._kind, self._max_asks, self._reasons)
         try:
             what = f"{worker.peer.name} has been loading the user's code"
             async with asyncio.timeout(self._start_s), telling(self._say, what, worker.peer.last_line):
@@ -317,6 +360,10 @@ class Pool:
 
     def _repair(self, worker: _Worker) -> None:
         """Replace a worker that has gone, beside whatever else happens."""
+        if worker.peer not in self._ended:
+            self._ended.append(worker.peer)
+            if len(self._ended) > KEPT_LOGS:
+                self._ended.popleft().remove_log()
         if worker in self._workers and not self._closing:
             self._workers.remove(worker)
             task = asyncio.get_running_loop().create_task(self._replace())
@@ -329,6 +376,21 @@ class Pool:
         except Exception as error:
             if not self.failed.done():
                 self.failed.set_result(error)
+
+
+class _OwnReasons:
+    """The reasons that users' code has given so far. The ledger counts by reason: there are not endlessly many."""
+
+    def __init__(self) -> None:
+        self._known: set[str] = set()
+
+    def admit(self, reason: str, detail: str) -> tuple[str, str]:
+        if len(self._known) < MAX_OWN_REASONS:
+            self._known.add(reason)
+        if reason in self._known:
+            return reason, detail
+        rule = f"a run's users' code has at most {MAX_OWN_REASONS} reasons of its own"
+        return "bad_reason", clip(f"{rule} (got {reason!r} as well): {detail}")
 
 
 class _Apart:
@@ -399,6 +461,7 @@ class _Server:
         self._handler = handler
         self._kind = kind
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        """By their jobs; those that are to go on."""
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._done = asyncio.Event()
@@ -412,7 +475,11 @@ class _Server:
 
     def _send(self, record: Any) -> None:
         assert self._channel is not None
-        self._channel.send(record)
+        data = records.encode(record)
+        if len(data) > MAX_MESSAGE_BYTES:
+            rule = f"what users' code hands over at once has at most {MAX_MESSAGE_BYTES} bytes"
+            raise SystemFailure("message_too_large", f"{rule} (got {len(data)})")
+        self._channel.send_encoded(data)
 
     def _received(self, record: Any) -> None:
         if isinstance(record, Job):
@@ -420,9 +487,9 @@ class _Server:
         elif isinstance(record, Answer):
             future = self._asked.pop(record.number, None)
             if future is not None and not future.done():
-                if record.reason:
-                    future.set_exception(EpisodeFailure(record.reason, record.detail))
-                elif record.body is not None:
+                if record.body is None:
+                    future.set_exception(SystemFailure(record.reason, record.detail))
+                else:
                     future.set_result(record.body.record)
         elif isinstance(record, Cancel):
             task = self._tasks.pop(record.id, None)
@@ -434,28 +501,50 @@ class _Server:
 
     async def _run(self, job: Job) -> None:
         current_job.set(job.id)
+        waiting: set[asyncio.Future[Any]] = set()
 
         async def ask(body: Any) -> Any:
+            if job.id not in self._tasks:
+                raise SystemFailure("abandoned", "the episode has ended")
             number = next(self._numbers)
-            future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            self._asked[number] = future
             self._send(Ask(id=job.id, number=number, body=Nested(body)))
+            future = self._asked[number] = asyncio.get_running_loop().create_future()
+            waiting.add(future)
             try:
                 return await future
             except asyncio.CancelledError:
-                self._send(Withdraw(id=job.id, number=number))
+                if job.id in self._tasks:
+                    self._send(Withdraw(id=job.id, number=number))
                 raise
             finally:
                 self._asked.pop(number, None)
+                waiting.discard(future)
 
         try:
             result = await self._handler(job.body.record, ask)
             self._send(Done(id=job.id, body=Nested(result)))
-        except EpisodeFailure as failure:
-            self._send(JobFailed(id=job.id, reason=failure.reason, detail=failure.detail))
         except (Exception, asyncio.CancelledError) as error:
             # Also a cancellation, which may be the user's code's own; for a job that was taken back nobody listens.
-            detail = f"{type(error).__name__}: {error}"
-            self._send(JobFailed(id=job.id, reason=f"{self._kind}_error", detail=detail))
+            self._send(_failed(job, error, self._kind))
         finally:
             self._tasks.pop(job.id, None)
+            for future in list(waiting):
+                # What the user's code has left waiting would wait for ever.
+                future.cancel()
+
+
+def _failed(job: Job, error: BaseException, kind: str) -> JobFailed:
+    cause = _first_failure(error) or error
+    if isinstance(cause, SystemFailure) and cause.reason in SYSTEM_REASONS:
+        return JobFailed(id=job.id, reason=cause.reason, detail=text_of(cause.detail), by_user=False)
+    if isinstance(cause, EpisodeFailure):
+        return JobFailed(id=job.id, reason=text_of(cause.reason), detail=text_of(cause.detail), by_user=True)
+    return JobFailed(id=job.id, reason=f"{kind}_error", detail=described(error), by_user=False)
+
+
+def _first_failure(error: BaseException) -> EpisodeFailure | None:
+    """An asyncio.TaskGroup raises what its tasks have raised in a group."""
+    if isinstance(error, EpisodeFailure):
+        return error
+    inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return next((found for each in inner if (found := _first_failure(each))), None)

@@ -29,6 +29,9 @@ from random import Random
 TARGETS = {
     "decoder": "target_decoder",
     "config": "target_config",
+    "folder_weights": "target_folder_weights",
+    "folder_tokenizer": "target_folder_tokenizer",
+    "chat_template": "target_chat_template",
     "http": "target_http",
     "rendezvous": "target_rendezvous",
 }

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from headrace import workers
+from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure
 from headrace.orchestration.processes import spawn
@@ -85,6 +87,20 @@ def test_the_innocent_of_a_dead_worker_are_run_again_together(tmp_path):
     assert seconds < 20, "one after another they would take 20 s"
 
 
+def test_the_logs_of_workers_that_died_long_ago_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(workers, "KEPT_LOGS", 2)
+
+    async def work(pool):
+        for _ in range(2):
+            with pytest.raises(EpisodeFailure):
+                await pool.run(Errand(what="crash"))
+
+    with_pool(tmp_path, work)
+    # Each of the two jobs has cost three workers. A seventh was there at the end.
+    assert len(list(tmp_path.glob("job-*.log"))) == 2 + 1
+    assert not (tmp_path / "job-1.log").exists()
+
+
 def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
     async def work(pool):
         begun = time.monotonic()
@@ -96,9 +112,12 @@ def test_as_many_blocking_functions_run_at_once_as_the_pool_gives(tmp_path):
 
 def test_a_worker_that_dies_while_idle_is_replaced(tmp_path):
     async def work(pool):
-        for worker in list(pool._workers):
+        before = list(pool._workers)
+        for worker in before:
             worker.peer.process.kill()
-        await asyncio.sleep(1.5)
+        async with asyncio.timeout(30):
+            while len(set(pool._workers) - set(before)) < 2:
+                await asyncio.sleep(0.01)
         return (await pool.run(Errand(what="sleep"))).what, len(pool._workers)
 
     assert with_pool(tmp_path, work, workers=2) == ("sleep", 2)
@@ -242,3 +261,141 @@ def test_an_episode_that_is_not_sampling_is_cut_at_once(tmp_path, small_model):
     assert episode.failure == "late"
     assert len(episode.turns) == 1
     assert time.monotonic() - begun < 15
+
+
+# ── Bounds ───────────────────────────────────────────────────────────────────────────────────────────────
+
+BOUNDED = """
+import asyncio
+from headrace.errors import EpisodeFailure
+
+async def many(task, policy):
+    await asyncio.gather(*(policy.sample([1, 2]) for _ in range(20000)))
+
+async def many_and_deaf(task, policy):
+    await asyncio.gather(*(policy.sample([1, 2]) for _ in range(20000)), return_exceptions=True)
+
+async def many_in_a_group(task, policy):
+    async with asyncio.TaskGroup() as group:
+        for _ in range(20000):
+            group.create_task(policy.sample([1, 2]))
+
+async def many_after_another(task, policy):
+    for _ in range(5):
+        await asyncio.gather(*(policy.sample([1, 2]) for _ in range(256)))
+
+async def unguarded(task, policy):
+    policy._config = type("Config", (), {"max_samples": 10**9, "max_tokens": 5, "stop_strings": ()})
+    await many(task, policy)
+
+async def nameless(task, policy):
+    raise EpisodeFailure("", "")
+
+async def official(task, policy):
+    raise EpisodeFailure("late", "x" * 5_000_000)
+
+async def inventive(task, policy):
+    raise EpisodeFailure(f"reason_{task.id}", "")
+
+async def wordless(task, policy):
+    raise EpisodeFailure(5, None)
+
+async def measured(task, policy):
+    await policy.sample([1, 2])
+    return {"good": 1, "none": float("nan")}
+
+async def overmeasured(task, policy):
+    await policy.sample([1, 2])
+    return {str(i): i for i in range(1000)}
+
+async def bulky(task, policy):
+    await policy.sample(list(range(1, 6_000_000)))
+
+async def lawless(task, policy):
+    channel = policy._ask.__closure__
+    server = next(cell.cell_contents for cell in channel if hasattr(cell.cell_contents, "_channel"))
+    server._channel._transport.write(b"HDRC" + b"\\x01\\0\\0\\0" + (1 << 40).to_bytes(8, "little") + bytes(16))
+    await asyncio.sleep(60)
+"""
+
+
+def run_bounded(
+    tmp_path: Path, model: Path, name: str, ids: tuple[str, ...] = ("t",)
+) -> tuple[list[Any], Recording]:
+    """An episode of each task, with an engine that takes its time."""
+    (tmp_path / "bounded.py").write_text(BOUNDED)
+    engine = Recording()
+
+    async def main() -> list[Any]:
+        settings = {"source": f"{tmp_path}/bounded.py:{name}", "max_tokens": 5}
+        pool = Pool(
+            "environment",
+            lambda worker: spawn(
+                worker,
+                "headrace.rollout.worker:start",
+                {"model": str(model), "environment": settings},
+                logs=tmp_path,
+                max_message=MAX_MESSAGE_BYTES,
+            ),
+            workers=1,
+            concurrency=8,
+            timeout_s=30,
+            start_s=60,
+            max_asks=256,
+        )
+        await pool.start()
+        rollouts = WorkerRollouts(pool, EnvironmentConfig(**settings))
+        requests = [
+            EpisodeRequest(id=one, task=Task(id=one, prompt=""), seed=5, engine=engine)  # type: ignore[arg-type]
+            for one in ids
+        ]
+        try:
+            return await asyncio.gather(*(rollouts.run(request) for request in requests))
+        finally:
+            await pool.close(5)
+
+    return asyncio.run(main()), engine
+
+
+@pytest.mark.parametrize("name", ["many", "many_and_deaf", "many_in_a_group", "unguarded"])
+def test_an_episode_that_samples_too_much_at_once_fails_by_that_rule(tmp_path, small_model, name):
+    (episode,), engine = run_bounded(tmp_path, small_model, name)
+    assert episode.failure == "too_many_samples"
+    assert "at most 256 " in episode.detail
+    assert "environment.max_samples" in episode.detail
+    assert len(engine.requests) <= 256
+
+
+def test_an_episode_may_sample_the_most_again_and_again(tmp_path, small_model):
+    (episode,), engine = run_bounded(tmp_path, small_model, "many_after_another")
+    assert (episode.failure, len(episode.turns), len(engine.requests)) == (None, 1280, 1280)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason", "detail"),
+    [
+        ("nameless", "bad_reason", "(got ''): "),
+        ("official", "user_late", "xxx… (5000000 characters)"),
+        ("wordless", "5", "None"),
+        ("overmeasured", "bad_metrics", "an episode has at most 64 metrics (got 1000)"),
+        ("bulky", "message_too_large", "has at most 16777216 bytes (got 24"),
+        ("lawless", "environment_crash", "a message has at most 16777216 bytes here"),
+    ],
+)
+def test_what_users_code_hands_over_is_bounded(tmp_path, small_model, name, reason, detail):
+    (episode,), _ = run_bounded(tmp_path, small_model, name)
+    assert episode.failure == reason
+    assert detail in episode.detail
+    assert len(episode.detail) <= 2000
+
+
+def test_users_code_has_so_many_reasons_of_its_own(tmp_path, small_model):
+    episodes, _ = run_bounded(tmp_path, small_model, "inventive", tuple(f"{i}" for i in range(80)))
+    reasons = [episode.failure for episode in episodes]
+    assert len(set(reasons)) == 65
+    assert reasons.count("bad_reason") == 16
+
+
+def test_a_metric_that_is_not_finite_is_left_out(tmp_path, small_model):
+    (episode,), _ = run_bounded(tmp_path, small_model, "measured")
+    assert episode.metrics == {"good": 1.0}

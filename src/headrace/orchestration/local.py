@@ -28,6 +28,7 @@ from typing import Any
 
 import msgspec
 
+from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.buffer.memory import MemoryBuffer
 from headrace.config.dump import dump_config
 from headrace.config.load import check_config
@@ -43,6 +44,7 @@ from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare, write_whole
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
+from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
 from headrace.resume import Start, open_session
@@ -58,6 +60,10 @@ from headrace.telemetry.writer import FolderTelemetry
 from headrace.tokenizer import Tokenizer
 from headrace.training.remote import RemoteTrainer, TrainerReady
 from headrace.workers import Pool
+
+WORKER_NICENESS = 5
+"""By how much the priority of users' code is lower. At 5 a busy worker gets a third of what the trainer gets where
+they compete for a core, and still all that nobody else wants; where scoring computes much, more would starve it."""
 
 
 def train(
@@ -351,11 +357,20 @@ class _Run:
         options = {"model": self._model, kind: msgspec.to_builtins(settings)}
         pool = Pool(
             kind,
-            lambda name: self._spawn(name, entry, options, 1),
+            lambda name: spawn(
+                name,
+                entry,
+                options,
+                logs=self._logs,
+                environment=passed(os.environ, settings.pass_env),
+                niceness=WORKER_NICENESS,
+                max_message=MAX_MESSAGE_BYTES,
+            ),
             workers=settings.workers,
             concurrency=settings.concurrency,
             timeout_s=settings.timeout_s,
             start_s=config.limits.start_s,
+            max_asks=config.environment.max_samples if kind == "environment" else 1,
             say=self._say,
         )
         closing.push_async_callback(pool.close, config.limits.close_s)

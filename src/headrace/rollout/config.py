@@ -75,6 +75,11 @@ class EnvironmentConfig(Config):
     """Episodes run at once in one worker."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest one episode may take, in seconds."""
+    max_samples: Annotated[int, Meta(ge=1)] = 256
+    """Most turns that one episode may sample at once. One that asks for more fails with `too_many_samples`."""
+    pass_env: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """Environment variables that its workers get beside the usual ones: names, or patterns such as "OPENAI_*". "*"
+    passes all."""
 
     def check(self) -> None:
         if ":" not in self.source:

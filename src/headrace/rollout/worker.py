@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.bounds import MAX_MESSAGE_BYTES, SystemFailure, checked_metrics
 from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
@@ -67,7 +68,10 @@ class EpisodeEnd(Record):
 
 @message
 class LoadTasks(Record):
-    """Ask a worker for the tasks of a source (its configuration as MessagePack)."""
+    """Ask a worker for the tasks of a source (its configuration as MessagePack).
+
+    It hands them over in portions, each a TaskList that an empty one answers.
+    """
 
     config: bytes
     limit: int | None
@@ -98,17 +102,38 @@ class _Episodes:
     async def handle(self, body: Any, ask: AskController) -> Any:
         if isinstance(body, LoadTasks):
             try:
-                return TaskList(tasks=load_tasks(msgspec.msgpack.decode(body.config, type=TaskConfig), body.limit))
+                await _hand_over(load_tasks(msgspec.msgpack.decode(body.config, type=TaskConfig), body.limit), ask)
             except InputError as error:
                 return TaskList(problem=error_to_record(0, error))
+            return TaskList()
         assert isinstance(body, RunEpisode)
         policy = _WorkerPolicy(self._config, self._tokenizer, ask)
-        if inspect.iscoroutinefunction(self._rollout):
-            metrics = await self._rollout(body.task, policy)
-        else:
-            blocking = _BlockingPolicy(policy, asyncio.get_running_loop())
-            metrics = await call_user(self._rollout, body.task, blocking)
-        return EpisodeEnd(metrics={str(k): float(v) for k, v in (metrics or {}).items()})
+        try:
+            if inspect.iscoroutinefunction(self._rollout):
+                metrics = await self._rollout(body.task, policy)
+            else:
+                blocking = _BlockingPolicy(policy, asyncio.get_running_loop())
+                metrics = await call_user(self._rollout, body.task, blocking)
+        except Exception:
+            # Whatever the user's code made of it.
+            policy.check()
+            raise
+        policy.check()
+        return EpisodeEnd(metrics=checked_metrics(metrics or {}))
+
+
+async def _hand_over(tasks: Sequence[Task], ask: AskController) -> None:
+    """In messages well below the largest that a worker may send, unless one task alone is larger."""
+    portion: list[Task] = []
+    size = 0
+    for task in tasks:
+        more = len(msgspec.msgpack.encode(task))
+        if portion and size + more > MAX_MESSAGE_BYTES // 4:
+            await ask(TaskList(tasks=tuple(portion)))
+            portion, size = [], 0
+        portion.append(task)
+        size += more
+    await ask(TaskList(tasks=tuple(portion)))
 
 
 class _WorkerPolicy:
@@ -116,6 +141,14 @@ class _WorkerPolicy:
         self._config = config
         self._tokenizer = tokenizer
         self._ask = ask
+        self._waiting = 0
+        self._exceeded = False
+
+    def check(self) -> None:
+        """Raises when the episode has ever asked for too many turns at once: it fails, also if it caught that."""
+        if self._exceeded:
+            rule = f"an episode samples at most {self._config.max_samples} turns at once (environment.max_samples)"
+            raise SystemFailure("too_many_samples", f"{rule}, and this one asked for more")
 
     async def sample(
         self,
@@ -127,21 +160,26 @@ class _WorkerPolicy:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Completion:
+        self._exceeded = self._exceeded or self._waiting >= self._config.max_samples
+        self.check()
         if at is not None and (after is None or not 0 <= at <= len(after.tokens)):
-            raise EpisodeFailure("bad_request", f"`at` counts the tokens of the completion in `after` (got {at})")
+            raise SystemFailure("bad_request", f"`at` counts the tokens of the completion in `after` (got {at})")
         if after is not None and not isinstance(prompt, str) and prompt and isinstance(prompt[0], dict):
             what = "messages cannot continue a completion: give the text, or tokens, that come between"
-            raise EpisodeFailure("bad_request", what)
-        reply: SampleReply = await self._ask(
-            SampleCall(
-                context=np.asarray(self._tokens(prompt, first=after is None), np.int32),
-                parent=None if after is None else after.turn,
-                at=at,
-                hold=hold,
-                max_tokens=max_tokens or self._config.max_tokens,
-                stop_strings=(*self._config.stop_strings, *stop),
-            )
+            raise SystemFailure("bad_request", what)
+        call = SampleCall(
+            context=np.asarray(self._tokens(prompt, first=after is None), np.int32),
+            parent=None if after is None else after.turn,
+            at=None if at is None else int(at),
+            hold=bool(hold),
+            max_tokens=int(max_tokens or self._config.max_tokens),
+            stop_strings=(*self._config.stop_strings, *map(str, stop)),
         )
+        self._waiting += 1
+        try:
+            reply: SampleReply = await self._ask(call)
+        finally:
+            self._waiting -= 1
         tokens = reply.tokens.tolist()
         return Completion(turn=reply.turn, tokens=tokens, text=self._tokenizer.decode(tokens), stop=reply.stop)
 
@@ -180,10 +218,17 @@ class WorkerRollouts:
         self._running: dict[str, _Recorder] = {}
 
     async def tasks(self, config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:
-        reply = await self._pool.run(LoadTasks(config=msgspec.msgpack.encode(config), limit=limit))
+        found: list[Task] = []
+
+        async def note(portion: TaskList) -> TaskList:
+            found.extend(portion.tasks)
+            return TaskList()
+
+        load = LoadTasks(config=msgspec.msgpack.encode(config), limit=limit)
+        reply = await self._pool.run(load, note, found.clear)
         if reply.problem is not None:
             raise error_from_record(reply.problem)
-        return reply.tasks
+        return tuple(found)
 
     async def run(self, request: EpisodeRequest) -> Episode:
         started = time.time()
@@ -192,7 +237,7 @@ class WorkerRollouts:
         failure, detail, metrics = None, "", {}
         try:
             end = await self._pool.run(RunEpisode(task=request.task), recorder.sample, recorder.begin_again)
-            metrics = end.metrics
+            metrics = checked_metrics(end.metrics)
             if recorder.cut_short:
                 failure = "late"
         except EpisodeFailure as error:

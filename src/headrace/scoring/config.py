@@ -24,6 +24,9 @@ class ScorerConfig(Config):
     """Episodes scored at once in one worker, for scorers that wait rather than compute."""
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest one episode's scoring may take, in seconds."""
+    pass_env: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
+    """Environment variables that its workers get beside the usual ones: names, or patterns such as "OPENAI_*". "*"
+    passes all."""
 
     def check(self) -> None:
         if ":" not in self.source:

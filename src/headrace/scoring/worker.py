@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from headrace.bounds import SystemFailure, checked_metrics
 from headrace.errors import EpisodeFailure
 from headrace.records import Episode, Record, Task, message
 from headrace.references import resolve
@@ -20,8 +21,8 @@ from headrace.scoring.config import ScorerConfig
 from headrace.tokenizer import Tokenizer
 from headrace.workers import AskController, Pool, call_user, serve
 
-MOST = 1e12
-"""Of a reward, either way: what is beyond cannot be told apart from a mistake, and its advantages overflow."""
+MAX_ABS_REWARD = 1e12
+"""Larger rewards are rejected: they are mistakes, and their advantages would overflow."""
 
 
 class ScoreTurn(Record):
@@ -65,9 +66,10 @@ class _Scoring:
         assert isinstance(body, ScoreCall)
         result = await call_user(self._score, body.task, self._attempt(body))
         score = result if isinstance(result, Score) else Score(float(result))
-        if not abs(score.reward) <= MOST:
-            raise EpisodeFailure("bad_reward", f"a reward is a number of at most ±{MOST:g} (got {score.reward})")
-        return ScoreReply(reward=float(score.reward), metrics={k: float(v) for k, v in score.metrics.items()})
+        reward = float(score.reward)
+        if not abs(reward) <= MAX_ABS_REWARD:
+            raise SystemFailure("bad_reward", f"a reward is a number of at most ±{MAX_ABS_REWARD:g} (got {reward})")
+        return ScoreReply(reward=reward, metrics=checked_metrics(score.metrics))
 
     def _attempt(self, call: ScoreCall) -> Attempt:
         decode = self._tokenizer.decode
@@ -93,6 +95,7 @@ class WorkerScorers:
         turns = tuple(ScoreTurn(context=t.context, tokens=t.tokens, stop=t.stop) for t in episode.turns)
         try:
             reply = await self._pool.run(ScoreCall(task=episode.task, turns=turns, metrics=episode.metrics))
+            metrics = checked_metrics(reply.metrics)
         except EpisodeFailure as failure:
             return episode.with_(failure=failure.reason, detail=failure.detail)
-        return episode.with_(reward=reply.reward, metrics={**episode.metrics, **reply.metrics})
+        return episode.with_(reward=reply.reward, metrics={**episode.metrics, **metrics})
