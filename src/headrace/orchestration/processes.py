@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from headrace import records
 from headrace.errors import ComponentDied, DeadlineExceeded
-from headrace.ipc import MAX_FRAME_BYTES, Begin, Peer, telling
+from headrace.ipc import Begin, Peer, telling
 from headrace.orchestration.keeper import MARK, end_marked, order, send_signal
 from headrace.orchestration.keeper import __file__ as keeper_file
 
@@ -147,7 +147,7 @@ async def spawn(
     threads: int = 1,
     environment: Mapping[str, str] | None = None,
     niceness: int = 0,
-    max_message: int = MAX_FRAME_BYTES,
+    max_message: int = records.MOST_BYTES,
 ) -> Peer:
     """Start `entry` ("module:function") in a process of its own, with inherited descriptors `fds`.
 
