@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.config.run import RunConfig
-from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError
+from headrace.errors import ConfigError, InputError, MissingExtra, ModelFolderError, short
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
 from headrace.training.adapter import bound_modules
@@ -19,6 +19,17 @@ from headrace.training.config import LoraConfig
 
 def check_outside(config: RunConfig) -> None:
     """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
+    try:
+        _check_all(config)
+    except OSError as error:
+        raise ConfigError(
+            "the files and folders that the configuration names can be looked at",
+            f"{error.strerror}: {short(error.filename)}",
+            "correct the path, or its permissions",
+        ) from error
+
+
+def _check_all(config: RunConfig) -> None:
     _check_model(config.model.path)
     if config.training.lora is not None:
         _check_lora(config.training.lora, config.model.path)
@@ -108,10 +119,11 @@ def _check_jsonl(file: Path, key: str) -> None:
         raise ConfigError(f"{key}.path names a file with at least one task", str(file), "write one task a line")
     try:
         task = json.loads(first)
-    except json.JSONDecodeError as error:
+    # A ValueError that is no JSONDecodeError is an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}, line {number}: a line is one JSON object",
-            f"{first.strip()[:60]}: {error}",
+            f"{first.strip()[:60]}: {short(error)}",
             "correct the line",
         ) from error
     if not isinstance(task, dict) or "prompt" not in task:
