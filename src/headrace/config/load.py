@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,8 @@ from headrace.config.overrides import apply_overrides, merge, parse_override
 from headrace.config.problems import explain
 from headrace.config.run import RunConfig
 from headrace.config.schema import with_default_types
-from headrace.errors import ConfigError
+from headrace.config.toml import MAX_BYTES, parse_toml
+from headrace.errors import ConfigError, short
 
 
 def load_config(
@@ -38,12 +38,12 @@ def read_config(
     path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The same without looking at anything but the file: for the stored configuration of a run."""
-    return _converted(merge(base or {}, read_toml(Path(path))), overrides, str(path))
+    return _converted(merge(base or {}, read_toml(Path(path))), overrides, short(path))
 
 
 def config_of_text(text: str, where: str) -> RunConfig:
     """The configuration in a text that `dump_config` wrote; `where` it stands, for errors."""
-    return _converted(parse_toml(text, where), (), where)
+    return _converted(_parsed(text, where), (), where)
 
 
 def _converted(filed: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
@@ -54,13 +54,15 @@ def _converted(filed: dict[str, Any], overrides: Sequence[str], where: str) -> R
         for key, text in reversed(set_by.items()):
             beneath = key.startswith(dotted + ".") and not _holds(filed, dotted)
             if beneath or dotted == key or dotted.startswith((key + ".", key + "[")):
-                return f"--set {text}"
+                return f"--set {short(text)}"
         return where
 
     try:
         config = msgspec.convert(data, RunConfig)
     except msgspec.ValidationError as error:
         raise explain(error, data, origin) from None
+    except (OverflowError, RecursionError) as error:
+        raise ConfigError(f"{where} and --set give values of usual sizes", str(error)) from error
     check_config(config)
     return config
 
@@ -74,21 +76,29 @@ def _holds(table: Any, dotted: str) -> bool:
 
 
 def read_toml(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        what = "is a folder, not a file" if file.is_dir() else "does not exist"
-        raise ConfigError(f"the configuration file {what}", str(file), "give the path of a TOML file")
+    name = short(file)
     try:
-        return parse_toml(file.read_text(encoding="utf-8"), str(file))
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{file} is UTF-8 text", str(error), "save it as UTF-8") from error
+        if not file.is_file():
+            what = "is a folder, not a file" if file.is_dir() else "does not exist"
+            raise ConfigError(f"the configuration file {what}", str(file), "give the path of a TOML file")
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
     except OSError as error:
-        raise ConfigError(f"{file} can be read", str(error), "check its permissions") from error
-
-
-def parse_toml(text: str, where: str) -> dict[str, Any]:
+        raise ConfigError(f"{name} can be read", str(error), "check its permissions") from error
+    if len(content) > MAX_BYTES:
+        raise ConfigError(f"{name} has at most {MAX_BYTES:,} bytes", None, "keep data in files of their own")
     try:
-        return tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        what = f"byte {error.object[error.start]:#04x} at {error.start}: {error.reason}"
+        raise ConfigError(f"{name} is UTF-8 text", what, "save it as UTF-8") from error
+    return _parsed(text, name)
+
+
+def _parsed(text: str, where: str) -> dict[str, Any]:
+    try:
+        return parse_toml(text)
+    except ValueError as error:
         raise ConfigError(f"{where} is valid TOML", str(error), _line(text, str(error))) from error
 
 
@@ -96,7 +106,11 @@ def _line(text: str, problem: str) -> str:
     place = re.search(r"at line (\d+)", problem)
     if place is None:
         return "correct the file"
-    return f"correct line {place[1]}: {text.splitlines()[int(place[1]) - 1].strip()}"
+    return f"correct line {place[1]}: {short(text.split(_NEWLINE)[int(place[1]) - 1].strip())}"
+
+
+_NEWLINE = "\n"
+"""What TOML counts lines by."""
 
 
 def check_config(config: RunConfig) -> None:
@@ -113,6 +127,38 @@ def _check(node: Config, prefix: str) -> None:
             for place, item in enumerate(value):
                 if isinstance(item, Config):
                     _check(item, f"{prefix}{name}[{place}].")
-        elif isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{prefix}{name} is a finite number", value, f"set {prefix}{name} to one")
+        elif isinstance(value, dict):
+            _check_options(value, f"{prefix}{name}", 1)
+        elif isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{prefix}{name} is a text without NUL characters", value, f"correct {prefix}{name}")
+        elif isinstance(value, int | float):
+            _check_size(value, f"{prefix}{name}")
     node.check()
+
+
+def _check_size(value: float, key: str) -> None:
+    most = _MOST_SECONDS if key.endswith("_s") else _MOST_NUMBER
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key} is a finite number", value, f"set {key} to one")
+    if abs(value) > most:
+        raise ConfigError(f"{key} is at most {most:,}", value, f"lower {key}")
+
+
+_MOST_SECONDS = 10**9
+"""More than thirty years. Operating systems' clocks and time-outs can be told so much."""
+_MOST_NUMBER = 2**53
+"""Whole numbers up to here are exact in every format and language that a configuration passes through."""
+
+
+def _check_options(value: Any, key: str, depth: int) -> None:
+    """What is handed to users' code travels in a message."""
+    if depth > _DEEPEST_OPTIONS:
+        raise ConfigError(f"{short(key)} is nested at most {_DEEPEST_OPTIONS} deep", None, "flatten it")
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        raise ConfigError(f"{short(key)} is an integer of at most 64 bits", value, "write it as text")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        _check_options(item, f"{key}.{name}", depth + 1)
+
+
+_DEEPEST_OPTIONS = 100

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from headrace.config.run import RunConfig
-from headrace.errors import ConfigError, InputError, MissingExtra
+from headrace.errors import ConfigError, InputError, MissingExtra, short
 from headrace.models.config import ModelConfig
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
@@ -22,6 +22,17 @@ Checked = TypeVar("Checked")
 
 def check_outside(config: RunConfig) -> None:
     """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
+    try:
+        _check_all(config)
+    except OSError as error:
+        raise ConfigError(
+            "the files and folders that the configuration names can be looked at",
+            f"{error.strerror}: {short(error.filename)}",
+            "correct the path, or its permissions",
+        ) from error
+
+
+def _check_all(config: RunConfig) -> None:
     from headrace.models.folder import check_policy
 
     model = _with_key("model.path", check_policy, config.model.path)
@@ -90,10 +101,11 @@ def _check_jsonl(file: Path, key: str) -> None:
         raise ConfigError(f"{key}.path names a file with at least one task", str(file), "write one task a line")
     try:
         task = json.loads(first)
-    except json.JSONDecodeError as error:
+    # A ValueError that is no JSONDecodeError is an integer of thousands of digits.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             f"{file}, line {number}: a line is one JSON object",
-            f"{first.strip()[:60]}: {error}",
+            f"{first.strip()[:60]}: {short(error)}",
             "correct the line",
         ) from error
     if not isinstance(task, dict) or "prompt" not in task:

@@ -7,11 +7,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from headrace.config import schema
-from headrace.errors import ConfigError
+from headrace.config.toml import parse_toml
+from headrace.errors import ConfigError, short
 
 
 def parse_override(text: str) -> tuple[tuple[str, ...], Any, str]:
     """The key's parts, the value (a TOML value where it is one, otherwise the text itself), and its text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("an override is UTF-8 text", ascii(short(text)), "check the shell's encoding") from error
     key, equals, value = text.partition("=")
     parts = _key_parts(key.strip())
     if not equals or parts is None:
@@ -21,8 +26,8 @@ def parse_override(text: str) -> tuple[tuple[str, ...], Any, str]:
 
 def _key_parts(key: str) -> tuple[str, ...] | None:
     try:
-        table = tomllib.loads(f"{key} = 0") if "\n" not in key else {}
-    except tomllib.TOMLDecodeError:
+        table = parse_toml(f"{key} = 0") if "\n" not in key else {}
+    except ValueError:
         return None
     parts: list[str] = []
     while isinstance(table, dict):
@@ -35,9 +40,11 @@ def _key_parts(key: str) -> tuple[str, ...] | None:
 
 def _value(text: str) -> Any:
     try:
-        table = tomllib.loads(f"value = {text}")
+        table = parse_toml(f"value = {text}")
     except tomllib.TOMLDecodeError:
         return text
+    except ValueError as error:
+        raise ConfigError("an override's value is TOML, or text", text, short(error)) from error
     return table["value"] if len(table) == 1 else text
 
 
@@ -53,12 +60,11 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         for depth, part in enumerate(parts[:-1], start=1):
             table = table.setdefault(part, {})
             if isinstance(table, list):
-                path = ".".join(parts[:depth])
+                path = short(".".join(parts[:depth]))
                 raise ConfigError(f"{path} is set as a whole", text, f"write --set '{path}=[{{ … }}, …]'")
             if not isinstance(table, dict):
-                raise ConfigError(
-                    f"{'.'.join(parts[:depth])} is a single value, not a table", text, "shorten the key"
-                )
+                path = short(".".join(parts[:depth]))
+                raise ConfigError(f"{path} is a single value, not a table", text, "shorten the key")
         written_as_text = isinstance(value, str) or not schema.is_text(schema.type_at(parts, result))
         table[parts[-1]] = value if written_as_text else raw
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from msgspec import NODEFAULT, inspect
@@ -24,7 +25,12 @@ class Key:
 
 def all_keys() -> list[Key]:
     """Every key a configuration file may have, in the order of the classes."""
-    return list(_keys(inspect.type_info(RunConfig), ""))
+    return list(_keys(_root(), ""))
+
+
+@cache
+def _root() -> inspect.Type:
+    return inspect.type_info(RunConfig)
 
 
 def _keys(table: inspect.Type, prefix: str) -> Iterator[Key]:
@@ -58,7 +64,7 @@ def _variants(kind: inspect.Type) -> list[inspect.StructType]:
 
 def with_default_types(data: Any, kind: inspect.Type | None = None) -> Any:
     """The same, where a table that says no type has the type that the place has by default."""
-    kind = inspect.type_info(RunConfig) if kind is None else kind
+    kind = _root() if kind is None else kind
     if not isinstance(data, Mapping) or not isinstance(kind, inspect.StructType):
         return data
     found = dict(data)
@@ -75,13 +81,15 @@ def with_default_types(data: Any, kind: inspect.Type | None = None) -> Any:
 
 def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:
     """What the schema says of a place. In `data`, a table's own tag chooses among a union's variants."""
-    kind: inspect.Type = inspect.type_info(RunConfig)
+    kind: inspect.Type = _root()
     for part in path:
         if isinstance(kind, inspect.VarTupleType | inspect.ListType):
             kind = kind.item_type
             data = _within(data, part)
             continue
         if isinstance(kind, inspect.TupleType):
+            if not part.isdecimal() or int(part) >= len(kind.item_types):
+                return None
             kind = kind.item_types[int(part)]
             data = None
             continue

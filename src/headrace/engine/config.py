@@ -23,9 +23,9 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     weight_dtype: Literal["same", "fp8"] = "same"
     """`fp8`: the layers' projections compute in 8 bits (E4M3) with a scale for each row of a weight and for each
     token, from a copy that is made anew at every swap. On CUDA as `kv_dtype`; on the CPU emulated."""
-    max_running: Annotated[int, Meta(ge=1)] = 256
+    max_running: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Sequences decoded together."""
-    max_context: Annotated[int, Meta(ge=2)] = 2048
+    max_context: Annotated[int, Meta(ge=2, le=16777216)] = 2048
     """Longest sequence, prompt and completion together, in tokens."""
     page_size: Annotated[int, Meta(ge=1)] | None = None
     """Tokens in one page of the KV cache. None: 16 on the CPU, 64 on CUDA."""
@@ -46,10 +46,10 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     standby: bool = True
     """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
     False: with the first version that arrives, whose swap then takes longer."""
-    threads: Annotated[int, Meta(ge=1)] | None = None
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""
-    count: Annotated[int, Meta(ge=1)] = 1
+    count: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Engine processes."""
 
     def check(self) -> None:

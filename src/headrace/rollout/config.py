@@ -69,9 +69,9 @@ class EnvironmentConfig(Config):
     """Most tokens of one turn."""
     stop_strings: tuple[Annotated[str, Meta(min_length=1)], ...] = ()
     """Texts that end a turn, besides the model's end-of-sequence tokens."""
-    workers: Annotated[int, Meta(ge=1)] = 1
+    workers: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Worker processes."""
-    concurrency: Annotated[int, Meta(ge=1)] = 1024
+    concurrency: Annotated[int, Meta(ge=1, le=65536)] = 1024
     """Episodes run at once in one worker."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """Longest one episode may take, in seconds."""

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, MissingExtra
+from headrace.errors import ConfigError, MissingExtra, RecordError, short
 from headrace.ipc import Failed
-from headrace.records import Record, Task, message
+from headrace.records import Record, Task, encode, message
 from headrace.references import resolve
 from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
 
@@ -53,9 +53,9 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 continue
             try:
                 task = json.loads(line)
-            except json.JSONDecodeError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
-                    "each line of a task file is one JSON object", f"{path}:{number}: {error}"
+                    "each line of a task file is one JSON object", f"{path}:{number}: {short(error)}"
                 ) from None
             if not isinstance(task, dict) or "prompt" not in task:
                 raise ConfigError(
@@ -85,6 +85,18 @@ def _reasoning_gym(config: ReasoningGymTasks) -> Iterator[dict[str, Any]]:
 
 def _task(value: Any, index: int) -> Task:
     """A task from what a source gives: a Task, or a mapping whose other keys become its data."""
+    try:
+        task = _as_task(value, index)
+        # Whatever cannot travel is found out here, where its task can be named.
+        encode(task)
+    except (RecordError, RecursionError) as error:
+        what = f"task {index}: {short(error.value if isinstance(error, RecordError) else error)}"
+        remedy = "use text, numbers of up to 64 bits, lists and tables"
+        raise ConfigError("a task holds what a message can carry", what, remedy) from error
+    return task
+
+
+def _as_task(value: Any, index: int) -> Task:
     if isinstance(value, Task):
         return value
     if not isinstance(value, dict) or "prompt" not in value:

@@ -18,9 +18,9 @@ class ScorerConfig(Config):
     ExactMatch, MathVerify, ReasoningGym."""
     options: dict[str, Any] = {}
     """Keyword arguments of its constructor, or of each call of a function."""
-    workers: Annotated[int, Meta(ge=1)] = 1
+    workers: Annotated[int, Meta(ge=1, le=1024)] = 1
     """Worker processes."""
-    concurrency: Annotated[int, Meta(ge=1)] = 256
+    concurrency: Annotated[int, Meta(ge=1, le=65536)] = 256
     """Episodes scored at once in one worker, for scorers that wait rather than compute."""
     timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     """Longest one episode's scoring may take, in seconds."""

@@ -104,8 +104,8 @@ class TrainingConfig(Config):
 
     steps: Annotated[int, Meta(ge=1)] = 100
     """Training steps: batches consumed and versions produced."""
-    groups_per_batch: Annotated[int, Meta(ge=1)] = 32
-    group_size: Annotated[int, Meta(ge=1)] = 8
+    groups_per_batch: Annotated[int, Meta(ge=1, le=65536)] = 32
+    group_size: Annotated[int, Meta(ge=1, le=65536)] = 8
     """Episodes per task."""
     min_group: Annotated[int, Meta(ge=1)] = 2
     """A group that loses episodes goes on down to this many."""
@@ -149,7 +149,7 @@ class TrainingConfig(Config):
     kernels: Literal["fused", "reference"] = "fused"
     """What the model computes by, forward and backward, on CUDA with the native back end and fast numerics: Triton
     kernels or plain PyTorch. Elsewhere always plain PyTorch."""
-    threads: Annotated[int, Meta(ge=1)] | None = None
+    threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""
     checkpoint_every: Annotated[int, Meta(ge=1)] = 50
