@@ -11,10 +11,9 @@ from headrace.errors import ModelFolderError
 
 declared = (ModelFolderError,)
 longest = 1 << 13
-# Of the steps one in a hundred, and an eighth of the time, to try more inputs.
+# One step in a hundred, to try more inputs.
 environment.MAX_STEPS //= 100
 environment.STEPS_PER_INPUT //= 16
-limit_s = 0.25
 watched = ("headrace.chat_template.environment", "headrace.chat_template.sizes")
 _TALK = [
     {"role": "system", "content": "Be brief. ✓"},

@@ -141,6 +141,25 @@ def truncated(folder: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def deep(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2 * 10**9}))
+
+
+def outside(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "x.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../x.safetensors"}}')
+
+
+def endless(folder: Path) -> None:
+    loops = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(loops)
+
+
+def boundless(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": 40}')
+
+
 def unknown(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "mamba", "architectures": ["MambaForCausalLM"]}
@@ -148,7 +167,16 @@ def unknown(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"), [(empty, "must not be empty"), (truncated, "bytes"), (unknown, "mamba")]
+    ("damage", "words"),
+    [
+        (empty, "must not be empty"),
+        (truncated, "bytes"),
+        (unknown, "mamba"),
+        (deep, "num_hidden_layers of config.json"),
+        (outside, "must name files of its own folder"),
+        (endless, "chat_template.jinja must render within"),
+        (boundless, "eos_token_id must be below"),
+    ],
 )
 def test_a_damaged_model_folder_is_refused(project: Path, damage: Callable[[Path], None], words: str) -> None:
     damage(project.parent / "model")
