@@ -83,8 +83,8 @@ def test_a_receiver_killed_in_the_middle_holds_nobody_up_and_the_next_version_re
 ):
     outlet = outlet_of(apart)
     dies, lives = engine_of(apart, "dies"), engine_of(apart, "lives")
-    # So much is left that the one who lives cannot have got it all before the other is missed: more than connections
-    # buffer.
+    # So much is left, more than connections buffer, that the one who lives cannot have got it all before the other
+    # is missed.
     stream, fill = begin(outlet, 1, ["dies", "lives"], share=0.02, nbytes=32 << 20)
     for engine in (dies, lives):
         engine.take(stream)
