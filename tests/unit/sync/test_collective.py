@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+import torch.distributed as dist
 from collective_ends import BUCKET, NBYTES, EngineProcess, begin, checksum, content, start_trainer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,8 +83,9 @@ def test_a_receiver_killed_in_the_middle_holds_nobody_up_and_the_next_version_re
 ):
     outlet = outlet_of(apart)
     dies, lives = engine_of(apart, "dies"), engine_of(apart, "lives")
-    # So much is left that the one who lives cannot have got it all before the other is missed.
-    stream, fill = begin(outlet, 1, ["dies", "lives"], share=0.25)
+    # So much is left, more than connections buffer, that the one who lives cannot have got it all before the other
+    # is missed.
+    stream, fill = begin(outlet, 1, ["dies", "lives"], share=0.02, nbytes=32 << 20)
     for engine in (dies, lives):
         engine.take(stream)
     for engine in (dies, lives):
@@ -464,6 +466,26 @@ def test_a_broadcast_that_takes_too_long_breaks_the_group(pair):
     pair[0].finish(5.0)  # the system takes as much as this before it knows
     with pytest.raises(RuntimeError, match="by peer"):
         pair[0].conclude(5.0)
+
+
+def test_the_id_of_an_nccl_communicator_goes_over_the_connections_of_the_meeting() -> None:
+    store, value = dist.HashStore(), bytes(range(128))
+    pairs = [socket.socketpair() for _ in range(2)]
+    handing = threading.Thread(target=process_group.hand_out_id, args=(store, [ours for ours, _ in pairs]))
+    handing.start()
+    store.set("0", value)  # type: ignore[arg-type]
+    assert [process_group.take_id(theirs) for _, theirs in pairs] == [value, value]
+    handing.join()
+    assert [one.fileno() for pair in pairs for one in pair] == [-1] * 4
+
+
+@pytest.mark.parametrize("said", [b"", b"\x80\0\0\0" + bytes(127), b"\xff\xff\xff\xff" + bytes(100)])
+def test_what_is_no_id_is_refused_without_room_being_made_for_it(said: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(said)
+    theirs.close()
+    with pytest.raises(RuntimeError, match=r"is none|gave no id"):
+        process_group.take_id(ours)
 
 
 @pytest.mark.parametrize("before", [None, "1"])

@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +20,7 @@ from sync_builders import deadline, draft, empty_like, noise, opened, run_python
 from headrace.errors import ConfigError, DeadlineExceeded, SyncError
 from headrace.records import decode
 from headrace.sync import open_channel, open_receiver, open_sender
-from headrace.sync.base import Stream
+from headrace.sync.base import Destination, Stream
 from headrace.sync.transport import http as transport
 from headrace.sync.transport.handshake import make_secret
 from headrace.sync.transport.http import HttpInlet, HttpOutlet
@@ -134,6 +135,127 @@ def test_who_has_no_secret_learns_nothing(outlet: HttpOutlet, authorization: str
         assert "Headrace-Proof" not in headers
         assert "Content-Range" not in headers
         assert "ETag" not in headers
+
+
+def connected(stream: Stream) -> socket.socket:
+    url = urlsplit(stream.location["url"])
+    return socket.create_connection((url.hostname or "", url.port or 0), timeout=10)
+
+
+def exchange(stream: Stream, *said: bytes) -> bytes:
+    """All that is answered on one connection until it is closed."""
+    with connected(stream) as client:
+        for part in said:
+            client.sendall(part)
+            time.sleep(0.05)
+        data = b""
+        with suppress(ConnectionResetError):  # more was sent than was read
+            while part := client.recv(1 << 16):
+                data += part
+        return data
+
+
+def test_a_request_that_somebody_saw_is_no_use_to_him(outlet: HttpOutlet) -> None:
+    stream = opened(outlet, 1, noise(1000))
+    path = urlsplit(stream.location["url"]).path
+    seen = request_for(path, "bytes=0-99").replace("\r\n\r\n", "\r\nConnection: close\r\n\r\n").encode()
+    assert exchange(stream, seen).startswith(b"HTTP/1.1 206 ")
+    for again in (
+        seen,
+        seen.replace(b"0-99", b"0-98"),
+        seen.replace(b"GET", b"HEAD"),
+        seen.replace(b"-1 ", b"-2 "),
+    ):
+        assert exchange(stream, again).startswith(b"HTTP/1.1 401 Unauthorized\r\n")
+
+
+def test_an_answer_proves_that_it_is_of_somebody_with_the_secret(outlet: HttpOutlet) -> None:
+    stream = opened(outlet, 1, noise(1000))
+    path = urlsplit(stream.location["url"]).path
+    credentials = Credentials(SECRET)
+    for wanted, status, came in (
+        ("bytes=10-19", 206, "bytes 10-19/1000"),
+        (None, 200, ""),
+        ("bytes=5000-", 416, "bytes */1000"),
+    ):
+        nonce, authorization = credentials.of_request("GET", path, wanted)
+        found, headers, _ = get(stream, authorization=authorization, wanted=wanted)
+        given = headers["Headrace-Proof"]
+        assert (found, headers.get("Content-Range", "")) == (status, came)
+        assert credentials.answers(nonce, path, status, given, came)
+        assert not Credentials(make_secret()).answers(nonce, path, status, given, came)
+        assert not credentials.answers(bytes(16), path, status, given, came)
+        assert not credentials.answers(nonce, path, status, given, f"{came}0")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nA: " + b"x" * 4096, 431),
+        (b"x" * 5000, 431),
+        (b"POST / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/2.0\r\n\r\n", 400),
+        (b"GET /\r\n\r\n", 400),
+        (b"GET  / HTTP/1.1\r\n\r\n", 400),
+        (b"GET http://a/ HTTP/1.1\r\n\r\n", 400),
+        (b"GET /" + b"y" * 256 + b" HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA b\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: b\r\n c\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: b\nC: d\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nA: b\r\na: c\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nContent-Length: 1\r\n\r\nx", 400),
+        (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\n\r\nGET / HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", 401),
+    ],
+)
+def test_what_is_no_request_of_ours_is_refused_and_told_nothing(
+    outlet: HttpOutlet, head: bytes, status: int
+) -> None:
+    answer = exchange(opened(outlet, 1, noise(1000)), head)
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()) or (status == 431 and answer == b"")
+    assert not any(word in answer.lower() for word in (b"streams", b"range", b"proof", b"etag", b"1000"))
+
+
+def test_connections_are_limited_by_the_engines_and_who_comes_too_many_is_told_to_wait(
+    outlet: HttpOutlet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "CONNECTIONS", 2)
+    monkeypatch.setattr(transport, "CONNECTIONS_OF_ENGINE", 2)
+    content = noise(1000)
+    stream = opened(outlet, 1, content)
+    path = urlsplit(stream.location["url"]).path
+    held = [connected(stream) for _ in range(2)]
+    for client in held:
+        client.sendall(request_for(path, "bytes=0-9").encode())
+        assert client.recv(4096).startswith(b"HTTP/1.1 206")
+    answer = exchange(stream, request_for(path, "bytes=0-9").encode())
+    assert answer.startswith(b"HTTP/1.1 503 ")
+    assert b"Retry-After: 1\r\n" in answer
+    leaving = threading.Timer(0.5, held[0].close)
+    leaving.start()
+    assert torch.equal(received(stream), content)
+    leaving.join()
+    held[1].close()
+    engines = [Destination(name=f"engine-{i}", version=0) for i in range(3)]
+    outlet.open(draft(2, 10, "http"), engines, torch.device("cpu"))
+    assert outlet._server.most == 6
+
+
+def test_a_head_that_comes_too_slowly_ends_also_a_connection_that_has_proved_itself(
+    outlet: HttpOutlet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transport, "HEAD_S", 0.3)
+    stream = opened(outlet, 1, noise(1000))
+    with connected(stream) as client:
+        client.sendall(request_for(urlsplit(stream.location["url"]).path, "bytes=0-9").encode())
+        assert client.recv(4096).startswith(b"HTTP/1.1 206")
+        for _ in range(20):
+            with suppress(OSError):
+                client.sendall(b"G")
+            time.sleep(0.1)
+        assert not outlet._server._connections
 
 
 def test_other_streams_and_other_paths_are_not_found_and_earlier_ones_are_gone(outlet: HttpOutlet) -> None:

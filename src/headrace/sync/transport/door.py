@@ -92,8 +92,9 @@ class Door:
 
     def close(self) -> None:
         """Nobody is admitted any more when this has returned."""
-        self._closing = True
-        self._wakes.send(b"x")
+        if not self._closing:
+            self._closing = True
+            self._wakes.send(b"x")
         self._thread.join()
 
     def _run(self) -> None:
@@ -209,5 +210,5 @@ class _Refusals:
 
     def tell(self) -> None:
         if self._count:
-            LOG.warning("refused at %s: %d connections, the last because %s", self._where, self._count, self._last)
+            LOG.warning("connections refused at %s: %d; the last: %s", self._where, self._count, self._last)
             self._count, self._next = 0, time.monotonic() + LOG_S

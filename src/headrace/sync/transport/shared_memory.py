@@ -8,6 +8,9 @@
 
 The segment is an anonymous file whose descriptor the parent creates and all processes inherit: nothing is left
 behind when they end, however they end. Neither end closes the descriptor; it belongs to who created it.
+
+It has no name by which others could open it. Only its inheritors have it, and whoever may trace one of them: such a
+process can read their memory as well.
 """
 
 from __future__ import annotations

@@ -36,8 +36,9 @@ class VersionFolder:
         self._kept_before: frozenset[int] = frozenset()
 
     def open(self) -> None:
-        """Make the folder if need be, and sweep away what dead senders left."""
-        self._folder.mkdir(parents=True, exist_ok=True)
+        """Make the folder if need be, for this user alone, and sweep away what dead senders left. Who may read or
+        change a folder that is there is for whoever made it to say."""
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for entry in self._folder.iterdir():
             found = _HIDDEN.fullmatch(entry.name)
             if found and (found["run"] == self._run or _abandoned(entry, found)):
