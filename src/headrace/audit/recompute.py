@@ -17,13 +17,19 @@ from headrace.errors import RecordError
 from headrace.models import CachedContext, CausalLM
 from headrace.records import Turn
 
+Look = Callable[[Tensor, Tensor, slice], None]
+"""Gets final hidden states, the head's weights, and the sampled tokens that these gave."""
+
 
 @torch.no_grad()
-def replay_logprobs(models: Callable[[int], CausalLM], context: np.ndarray, turn: Turn) -> np.ndarray:
+def replay_logprobs(
+    models: Callable[[int], CausalLM], context: np.ndarray, turn: Turn, look: Look | None = None
+) -> np.ndarray:
     """float32 (T,): each sampled token's log-prob. `models` gives a version's model.
 
     `context` is every token before the first sampled one. Raises RecordError where the record contradicts
-    itself; whether the numbers agree with the record's is for the caller to judge.
+    itself; whether the numbers agree with the record's is for the caller to judge. `look` sees what they were
+    computed from.
     """
     if len(turn.tokens) == 0:
         return np.empty(0, np.float32)
@@ -57,6 +63,8 @@ def replay_logprobs(models: Callable[[int], CausalLM], context: np.ndarray, turn
                     (event.version, turn.versions[rows].tolist()),
                 )
             out.append(_logprobs(model, hidden_td[first - begin :], turn, rows))
+            if look is not None:
+                look(hidden_td[first - begin :], model.head_weight, rows)
     return np.concatenate(out)
 
 

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
+from headrace.audit.draws import Margin, draw_problems, margin_of
 from headrace.audit.evidence import Evidence
 from headrace.audit.findings import PROVENANCE, Findings
 from headrace.audit.kept import KeptVersions
-from headrace.audit.recompute import replay_logprobs
+from headrace.audit.recompute import Look, replay_logprobs
 from headrace.audit.sample import Place, Sample
 from headrace.audit.tolerance import Comparison, tolerance_of
 from headrace.errors import RecordError
@@ -25,22 +27,25 @@ def recompute_episodes(evidence: Evidence, sample: Sample, findings: Findings) -
     config, wanted = evidence.config, sample.wanted
     kept = KeptVersions(Path(config.model.path), evidence.folder.versions, config.engine, config.training.lora)
     chosen = sample.places()
-    comparison = Comparison(tolerance := tolerance_of(config.engine))
+    comparison, margin = Comparison(tolerance := tolerance_of(config.engine)), margin_of(config.engine)
     replayed: list[tuple[str, Turn, np.ndarray]] = []
     for item in _read(evidence, chosen):
         for index, turn in enumerate(item.episode.turns):
-            if not len(turn.tokens):
+            if not len(turn.tokens) or turn.fault() is not None:
                 continue
             where = f"{item.episode.id} turn {index}"
             try:
                 context = item.episode.full_context(index)
-                again = replay_logprobs(kept.model, context, turn)
+                problems: dict[int, str] = {}
+                again = replay_logprobs(kept.model, context, turn, _looking_at(turn, margin, problems))
                 shaken = replay_logprobs(kept.shaken, context, turn) if tolerance.needs_shaking else again
             except (RecordError, IndexError, ValueError) as error:
                 findings.add(PROVENANCE, where, f"it cannot be recomputed: {error}")
                 continue
             comparison.add(turn, len(context), abs(again - turn.logprobs), abs(shaken - again))
             replayed.append((where, turn, again))
+            for token, problem in problems.items():
+                findings.add(PROVENANCE, where, f"token {token}: {problem}")
     _judge(comparison, replayed, len(chosen), findings)
     stored = findings.checked["episodes"]
     if len(chosen) < min(wanted, stored):
@@ -54,6 +59,13 @@ def recompute_episodes(evidence: Evidence, sample: Sample, findings: Findings) -
         "max_abs_diff": float(every.max(initial=0.0)),
         "mean_abs_diff": float(every.sum()) / max(len(every), 1),
     }
+
+
+def _looking_at(turn: Turn, margin: Margin, problems: dict[int, str]) -> Look:
+    def look(hidden: Tensor, head: Tensor, rows: slice) -> None:
+        problems.update(draw_problems(hidden, head, turn, rows, margin))
+
+    return look
 
 
 def _judge(

@@ -125,6 +125,7 @@ def test_a_range_that_is_none_is_refused(outlet: HttpOutlet, wanted: str) -> Non
         Credentials(make_secret()).of_request("GET", "/", None)[1],
         f"Headrace {'0' * 32}:{'0' * 64}",
     ],
+    ids=["none", "empty", "no proof", "secret", "bearer", "bare", "no ASCII", "other secret", "zeros"],
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_who_has_no_secret_learns_nothing(outlet: HttpOutlet, authorization: str | None, method: str) -> None:
