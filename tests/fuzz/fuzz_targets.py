@@ -29,6 +29,7 @@ from random import Random
 TARGETS = {
     "decoder": "target_decoder",
     "config": "target_config",
+    "planted": "target_planted",
 }
 
 
