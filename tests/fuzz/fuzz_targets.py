@@ -34,6 +34,7 @@ TARGETS = {
     "chat_template": "target_chat_template",
     "http": "target_http",
     "rendezvous": "target_rendezvous",
+    "planted": "target_planted",
 }
 
 

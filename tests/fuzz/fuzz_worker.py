@@ -23,6 +23,7 @@ from fuzz_coverage import Coverage
 from fuzz_mutations import havoc, splice
 from fuzz_targets import Target, load
 
+_HERE = Path(__file__).resolve().parent
 HEAD_BYTES = 24
 """Before the current input: how many inputs were begun, their bytes, and this one's length."""
 _REPORT_EVERY_S = 0.5
@@ -118,7 +119,8 @@ class _Worker:
             problem, details, feature = self._outcome(data, traced=True)
         self._coverage.add(feature)
         limit = self._target.memory_mib * 2**20
-        if problem is None and (cost.seconds > self._target.limit_s or cost.bytes > limit):
+        hung = problem is not None and problem.startswith(Hang.__name__)
+        if hung or (problem is None and (cost.seconds > self._target.limit_s or cost.bytes > limit)):
             # A busy machine may have been the reason, or memory that the coverage took: ask again without it.
             with _measured() as cost:
                 problem, details, _ = self._outcome(data, traced=False)
@@ -178,9 +180,16 @@ def _without_values(rule: str) -> str:
 
 def _words(error: BaseException) -> str:
     """The type, and the innermost place in this project that it came through."""
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if "headrace" in f.filename]
-    place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno} {frames[-1].name}" if frames else "?"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_ours(Path(f.filename))]
+    place = f"{Path(frames[-1].filename).name} {frames[-1].name}" if frames else "?"
+    if frames and not isinstance(error, Hang):
+        place += f":{frames[-1].lineno}"
     return f"{type(error).__name__} at {place}"
+
+
+def _is_ours(file: Path) -> bool:
+    ours = file.is_relative_to(_HERE.parents[1]) and ".venv" not in file.parts
+    return ours and not file.name.startswith("fuzz_")
 
 
 def _hang(number: int, frame: FrameType | None) -> None:
