@@ -32,6 +32,7 @@ _READ_BYTES = 1 << 20
 _LAST_LINE_BYTES, _LAST_LINE_CHARACTERS = 8192, 500
 """Where a log's last line is looked for, and how much of it is quoted."""
 SAY_EVERY_S = 10.0
+_LAST_MESSAGES_S = 0.5
 
 
 @message
@@ -231,6 +232,8 @@ class ChildProcess(Protocol):
     """What a Peer needs of a process."""
 
     pid: int
+    on_end: Callable[[], None] | None
+    """Called when it has ended, by those who notice that at once."""
 
     def poll(self) -> int | None:
         """Its exit status, if it has ended."""
@@ -266,6 +269,8 @@ class Peer:
         self._stopping = False
         self._last_said: ModelFolderError | None = None
         """Why it ends, where that is a fault of the user's folder."""
+        self._mourned = False
+        process.on_end = self._ended
 
     async def connect(self, sock: socket.socket) -> None:
         self._channel = await Channel.open(sock, self._received, self._lost, self._max_message)
@@ -358,14 +363,28 @@ class Peer:
         return f"its last words in {self._log}: {line}" if line else f"it said nothing in {self._log}"
 
     def _lost(self, exc: Exception | None) -> None:
-        if not self.died.done():
+        if not self.died.done() and not self._mourned:
+            self._mourned = True
             asyncio.get_running_loop().create_task(self._mourn(exc))
+
+    def _ended(self) -> None:
+        """What it has forked may hold its connection. What it has sent before is still to be read."""
+        loop = self.died.get_loop()
+        if not loop.is_closed():
+            loop.call_later(_LAST_MESSAGES_S, self._lost, None)
+
+    async def _exit_status(self, seconds: float) -> int | None:
+        """Its own, whatever becomes of what it has started."""
+        clock = asyncio.get_running_loop().time
+        end = clock() + seconds
+        while (status := self.process.poll()) is None and clock() < end:
+            await asyncio.sleep(0.005)
+        return status
 
     async def _mourn(self, exc: Exception | None) -> None:
         if isinstance(exc, RecordError):
             self.process.kill()
-        await self.process.wait(5.0)
-        status = self.process.poll()
+        status = await self._exit_status(5.0)
         how = "it closed its connection" if status is None else _exit_words(status)
         if status is None:
             # Nobody can talk to it any more.
@@ -374,6 +393,8 @@ class Peer:
         if isinstance(exc, RecordError):
             how = f"it was killed, for what it sent: {exc}"
         error = self._last_said or ComponentDied(self.name, how, await asyncio.to_thread(self._last_words))
+        if self._channel is not None:
+            self._channel.close()
         if self.died.done():
             return
         if self._stopping and not self._waiting:

@@ -19,6 +19,7 @@ socket, tells it to end everything now.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import select
 import signal
@@ -33,11 +34,11 @@ LOG_TAIL_BYTES = 6 << 20
 MARK = "HEADRACE_MARK"
 """In the environment of a child and its descendants: a text of that child's own, by which they can be found."""
 
-_CLEAR_S = 10.0
+_CLEAR_S = 30.0
 """Longest that the keeper tries to end what cannot be killed, a process stuck in a driver say."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOTE, _DIGITS = b"\n[headrace ", 15
-_PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 18
 _LINUX = sys.platform == "linux"
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -180,20 +181,23 @@ class _Child:
             return False
 
     def end_family(self) -> None:
-        """Kill the child and its descendants, first freezing them: what is frozen forks no more."""
-        end = time.monotonic() + _CLEAR_S
-        while self.reap() and time.monotonic() < end:
+        """Kill the child and its descendants, those too that are forked meanwhile, and bury them."""
+        now = time.monotonic()
+        end, look_at, pause = now + _CLEAR_S, now, 0.001
+        known: set[int] = set()
+        while self.reap() and now < end:
             if not _LINUX:
                 send_signal(self.pid, signal.SIGKILL, group=True)
-            else:
-                frozen: set[int] = set()
-                while (fresh := descendants(os.getpid()) - frozen) and time.monotonic() < end:
-                    for pid in fresh:
-                        send_signal(pid, signal.SIGSTOP)
-                    frozen |= fresh
-                for pid in frozen:
+            elif now >= look_at:
+                found = descendants(os.getpid())
+                for pid in found:
                     send_signal(pid, signal.SIGKILL)
-            time.sleep(0.002)
+                # Those that were told die on their own time. Only what was not known can have forked since.
+                look_at = now if found - known else now + 0.2
+                known = found
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            now = time.monotonic()
 
 
 def _start(command: list[str], output: int) -> _Child:
@@ -274,6 +278,12 @@ def main() -> None:
         # A copy of the child's socket would hide its end from the controller.
         os.close(fd)
     os.set_blocking(printed, False)
+    if _LINUX:
+        # A child that prints much waits less often. There is a limit on what one user may have so.
+        try:
+            fcntl.fcntl(printed, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        except OSError:
+            pass
     _say(control, f"pid {child.pid}")
     weights = _SessionWeights(int(niceness), [os.getpid(), child.pid])
     _copy_until_the_end(child, log, weights, control=control, printed=printed, wake=wake)

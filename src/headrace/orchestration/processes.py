@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ CHILD = "HEADRACE_CHILD"
 """Set in the environment of every child, to its name."""
 
 
-KEEPER_GRACE_S = 3.0
+KEEPER_GRACE_S = 10.0
 """Longest that a keeper may take, once its child was killed, until its family is killed without it."""
 _START_S = 60.0
 
@@ -45,7 +45,8 @@ class LocalProcess:
         """Whether the keeper has said so."""
         self._closed = False
         """Whether the control socket is at its end."""
-        self._force_at: float | None = None
+        self._force: asyncio.TimerHandle | None = None
+        self.on_end: Callable[[], None] | None = None
         control.setblocking(False)
         self._loop = asyncio.get_running_loop()
         # A keeper that was killed is noticed at once, though what its child had started holds the child's socket.
@@ -73,7 +74,9 @@ class LocalProcess:
             send_signal(self._keeper.pid, signal.SIGCONT)
             with contextlib.suppress(OSError):
                 self._control.send(b".")
-            self._force_at = time.monotonic() + KEEPER_GRACE_S
+            if self._force is None and not self._loop.is_closed():
+                # The keeper's end is heard of, and does the rest.
+                self._force = self._loop.call_later(KEEPER_GRACE_S, self._keeper.kill)
 
     async def wait(self, seconds: float) -> int | None:
         """The child's exit status, once all that it had started has ended too, and its keeper."""
@@ -85,9 +88,6 @@ class LocalProcess:
 
     def _has_ended(self) -> bool:
         self._hear()
-        if not self._closed and self._force_at is not None and time.monotonic() > self._force_at:
-            self._keeper.kill()
-            self._close()
         return self._closed and self._keeper.poll() is not None
 
     def _hear(self) -> None:
@@ -107,7 +107,7 @@ class LocalProcess:
                 if what == b"pid":
                     self.pid = int(number)
                 elif what == b"ended":
-                    self._status = int(number)
+                    self._end(int(number))
                 else:
                     self._cleared = True
 
@@ -115,15 +115,22 @@ class LocalProcess:
         """The keeper has ended. If it was killed, its child died with it; what that had started is found by its
         group and by its mark."""
         self._closed = True
+        if self._force is not None:
+            self._force.cancel()
         if not self._loop.is_closed():
             self._loop.remove_reader(self._control)
         self._control.close()
         if not self._cleared:
             if self.pid and self._status is None:
                 send_signal(self.pid, signal.SIGKILL, group=True)
-            end_marked(self._mark)
+            threading.Thread(target=end_marked, args=(self._mark,), daemon=True).start()
         if self._status is None:
-            self._status = -signal.SIGKILL
+            self._end(-signal.SIGKILL)
+
+    def _end(self, status: int) -> None:
+        self._status = status
+        if self.on_end is not None:
+            self.on_end()
 
 
 def compute_threads(*, take_turns: bool = False) -> int:
