@@ -105,6 +105,7 @@ class Groups:
             await parts.buffer.put(group.ticket, record)
             return
         group.drop_rest(parts.journal, reason)
+        parts.telemetry.event("group_dropped", group=group.id, reason=reason)
         del self._running[group.ticket.sequence]
         await parts.buffer.drop(group.ticket)
         self._count_failure(reason, record, episodes)

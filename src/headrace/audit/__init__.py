@@ -80,7 +80,7 @@ def check_evidence(evidence: Evidence, findings: Findings, sample: Sample | None
     check_steps(evidence, tree, outside, findings, sample)
     published = check_events(evidence, tree, findings)
     check_weights(evidence, tree, published, findings)
-    check_summary(evidence, tree, findings)
+    check_summary(evidence, tree, published, findings)
     findings.unchecked |= outside.unchecked
     if missing := findings.checked["episodes_not_stored"]:
         findings.unchecked["stored episodes"] = (

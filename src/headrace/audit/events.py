@@ -13,6 +13,11 @@ from headrace.audit.versions import Tree
 from headrace.ledger import DROPPED, IN_FLIGHT, LOST_IN_CRASH
 from headrace.telemetry.folder import file_digest
 
+_LONGEST_START_S = 3600.0
+"""Between a session's row in the ledger and its first event."""
+_OF_THE_RUN = ("group_below_minimum", "equal_rewards", "run_finished", "shutdown", LOST_IN_CRASH)
+"""Reasons that no episode gave itself."""
+
 
 @dataclass
 class Published:
@@ -21,6 +26,8 @@ class Published:
     checksums: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     """Versions whose weights were kept for the audit."""
+    evaluations: list[tuple[int, float]] = field(default_factory=list)
+    """Step and pass rate of each."""
 
 
 def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Published:
@@ -51,7 +58,9 @@ class _Reader:
         """Published in this session."""
         self._last_published: dict[int, int] = {}
         self._recorded = 0
-        self._dropped: Counter[str] = Counter()
+        self._dropped: Counter[int] = Counter()
+        """Episodes, by session, that the events tell of."""
+        self._dropped_groups: Counter[int] = Counter()
         self._stored: dict[int, tuple[str, int]] = {}
         """Of each step the digest of its file and the episodes in it, as written last."""
         self.published = Published()
@@ -67,6 +76,8 @@ class _Reader:
         if known is not None and known.step != step:
             self._findings.add(LEDGER, where, f"it started with version {version} at step {step}, not {known.step}")
         session = self._sessions.get(number)
+        if session is not None and abs(event["time"] - session.started) > _LONGEST_START_S:
+            self._findings.add(RECORDS, where, "the ledger and the events have it begin at different times")
         if (
             session is not None
             and known is not None
@@ -102,7 +113,7 @@ class _Reader:
     def see_dropped(self, event: dict[str, Any]) -> None:
         name, reason = event["episode"], event["reason"]
         rows = self._evidence.ledger.query("SELECT state, reason, session FROM episodes WHERE id = ?", (name,))
-        self._dropped[reason] += 1
+        self._dropped[self._session] += 1
         if not rows:
             if not self._crashed(self._session):
                 self._findings.add(LEDGER, name, f"dropped ({reason}) by the events, and not in the ledger")
@@ -113,6 +124,14 @@ class _Reader:
         if said == reason or (forgotten and self._crashed(self._session)):
             return
         self._findings.add(LEDGER, name, f"dropped ({reason}) by the events, in the ledger {state} ({said})")
+
+    def see_group_dropped(self, event: dict[str, Any]) -> None:
+        self._dropped_groups[self._session] += 1
+
+    def see_evaluated(self, event: dict[str, Any]) -> None:
+        if event["version"] not in self._tree.versions and not self._crashed(self._session):
+            self._findings.add(LEDGER, f"version {event['version']}", "evaluated, and not in the ledger")
+        self.published.evaluations.append((event["step"], event["pass_1"]))
 
     def see_checkpoint(self, event: dict[str, Any]) -> None:
         number, step = event["version"], event["step"]
@@ -172,16 +191,30 @@ class _Reader:
         return self._crashed(session) and number >= self._last_published.get(session, -1)
 
     def _check_drops(self) -> None:
-        """A finished run tells of each failure that the ledger counts, once its group has ended."""
-        if self._evidence.crashed or len(self._sessions) != 1:
-            return
-        rows = self._evidence.ledger.rows(
-            "SELECT reason, COUNT(*) FROM episodes WHERE state = ? GROUP BY 1", (DROPPED,)
-        )
-        for reason, count in rows:
-            if self._dropped[reason] > count:
-                what = f"{self._dropped[reason]} episodes by the events, {count} by the ledger"
-                self._findings.add(LEDGER, f"dropped ({reason})", what)
+        """A session that ended in order told of each failure in groups that had ended by then, and of each group
+        that was dropped whole."""
+        for number, session in self._sessions.items():
+            if not session.finished or not session.config:
+                continue
+            marks = ", ".join("?" * len(_OF_THE_RUN))
+            failed = self._evidence.ledger.query(
+                f"SELECT COUNT(*) FROM episodes WHERE session = ? AND state = ? AND reason NOT IN ({marks})"
+                " AND produced IS NULL AND sequence NOT IN"
+                " (SELECT sequence FROM episodes WHERE reason IN ('run_finished', 'shutdown'))",
+                (number, DROPPED, *_OF_THE_RUN),
+            )[0][0]
+            if self._dropped[number] != failed:
+                what = f"{self._dropped[number]} failed episodes by the events, {failed} by the ledger"
+                self._findings.add(LEDGER, f"session {number}", what)
+            groups = self._evidence.ledger.query(
+                "SELECT COUNT(*) FROM (SELECT sequence FROM episodes WHERE session = ? GROUP BY sequence"
+                " HAVING SUM(state <> ?) = 0 AND SUM(produced IS NOT NULL) = 0"
+                " AND SUM(reason IN ('run_finished', 'shutdown')) = 0)",
+                (number, DROPPED),
+            )[0][0]
+            if self._dropped_groups[number] != groups:
+                what = f"{self._dropped_groups[number]} groups were dropped by the events, {groups} by the ledger"
+                self._findings.add(LEDGER, f"session {number}", what)
 
     def _check_files(self) -> None:
         """The bytes of stored steps, and how many episodes of them were written."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from headrace.audit.events import check_digests
+from headrace.audit.events import Published, check_digests
 from headrace.audit.evidence import Evidence
 from headrace.audit.findings import CORRUPTION, RECORDS, Findings
 from headrace.audit.versions import Tree
@@ -14,34 +14,52 @@ from headrace.config.load import read_config
 from headrace.errors import InputError
 
 
-def check_summary(evidence: Evidence, tree: Tree, findings: Findings) -> None:
+def check_summary(evidence: Evidence, tree: Tree, published: Published, findings: Findings) -> None:
     """The summary is of the last session that ended in order: it is compared only where that is the last."""
     folder = evidence.folder
     if folder is None:
         return
     _check_config(evidence, findings)
-    if evidence.crashed:
-        findings.unchecked["summary.json"] = "the last session did not end in order"
-        return
     try:
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
-        sums, steps, stalest = summary["ledger"], summary["steps"], summary["staleness_max"]
+        said = {name: summary[name] for name in _COMPARED}
+        evaluations = [(line["step"], line["pass_1"]) for line in summary["evaluations"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        findings.add(RECORDS, "summary.json", f"a run that ended in order has one: {error}")
+        if evidence.crashed:
+            findings.unchecked["summary.json"] = "the last session did not end in order"
+        else:
+            findings.add(RECORDS, "summary.json", f"a run that ended in order has one: {error}")
         return
-    found = evidence.ledger.sums()
-    lag = evidence.ledger.query(
-        "SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'"
-    )[0][0]
-    for name, said, has in (
-        ("ledger", sums, found),
-        ("steps", steps, tree.step_of_newest),
-        ("staleness_max", stalest, lag),
-    ):
-        if said != has:
-            findings.add(RECORDS, "summary.json", f"it has {name} {said}, the ledger {has}")
+    if evidence.crashed:
+        findings.unchecked["summary.json"] = "it is of a session before the last, which did not end in order"
+        if tree.sessions and said["session"] == tree.sessions[-1].number:
+            findings.add(RECORDS, "summary.json", "it is of the last session, which the ledger says has not ended")
+        return
+    for name, has in _measured(evidence, tree).items():
+        if said[name] != has:
+            findings.add(RECORDS, "summary.json", f"it has {name} {said[name]}, the ledger {has}")
+    if not set(published.evaluations).issuperset(evaluations):
+        findings.add(RECORDS, "summary.json", "it has evaluations that the events do not have")
     for name, what in check_digests(evidence, summary):
         findings.add(CORRUPTION, name, what)
+
+
+_COMPARED = ("session", "ledger", "steps", "staleness_max", "mean_tokens", "finished")
+
+
+def _measured(evidence: Evidence, tree: Tree) -> dict[str, Any]:
+    """The same figures from the ledger."""
+    ledger = evidence.ledger
+    lag = ledger.query("SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'")
+    lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
+    return {
+        "session": len(tree.sessions),
+        "ledger": ledger.sums(),
+        "steps": tree.step_of_newest,
+        "staleness_max": lag[0][0],
+        "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
+        "finished": tree.step_of_newest >= evidence.config.training.steps,
+    }
 
 
 def _check_config(evidence: Evidence, findings: Findings) -> None:

@@ -31,6 +31,7 @@ class Session(NamedTuple):
     """A row of the ledger's sessions."""
 
     number: int
+    started: float
     restored: int | None
     config: str
     finished: bool
@@ -41,9 +42,9 @@ class Tree:
 
     def __init__(self, ledger: Ledger):
         self.sessions = [
-            Session(number, restored, config, bool(finished))
-            for number, restored, config, finished in ledger.rows(
-                "SELECT number, restored, config, finished FROM sessions ORDER BY number"
+            Session(number, started, restored, config, bool(finished))
+            for number, started, restored, config, finished in ledger.rows(
+                "SELECT number, started, restored, config, finished FROM sessions ORDER BY number"
             )
         ]
         self.versions = {

@@ -29,7 +29,7 @@ def check_weights(evidence: Evidence, tree: Tree, published: Published, findings
                 findings.add(SWAP, f"version {number}", what)
     if gone := published.kept & tree.versions.keys() - kept.keys():
         findings.unchecked["weights of kept versions"] = f"deleted since: {some(gone)}"
-    _check_checkpoints(evidence, evidence.folder, findings)
+    _check_checkpoints(evidence, tree, evidence.folder, findings)
 
 
 def digest_of_kept(file: Path, dtype: str) -> int | str:
@@ -49,7 +49,7 @@ def digest_of_kept(file: Path, dtype: str) -> int | str:
     return version_digest(dict(zip(cast, digests(list(cast.values())), strict=True)))
 
 
-def _check_checkpoints(evidence: Evidence, folder: RunFolder, findings: Findings) -> None:
+def _check_checkpoints(evidence: Evidence, tree: Tree, folder: RunFolder, findings: Findings) -> None:
     rows = evidence.ledger.rows(
         "SELECT c.version, c.step, c.digest, v.step, v.orphaned FROM checkpoints c"
         " LEFT JOIN versions v ON v.number = c.version"
@@ -62,6 +62,9 @@ def _check_checkpoints(evidence: Evidence, folder: RunFolder, findings: Findings
                 LEDGER, f"version {version}", f"checkpointed at step {step}, in the ledger of step {in_tree}"
             )
     newest = max((version for version, _ in known.values()), default=-1)
+    alive = [step for version, step in known.values() if version in tree.surviving]
+    if alive and not (folder.checkpoints / f"step-{max(alive):06d}").is_dir():
+        findings.unchecked["the newest checkpoint"] = f"step-{max(alive):06d} was deleted since"
     for path in sorted(folder.checkpoints.glob("step-*")):
         if not path.name[5:].isdigit():
             continue

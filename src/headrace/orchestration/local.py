@@ -412,10 +412,12 @@ class _Run:
         lag = ledger.query(
             "SELECT COALESCE(MAX(trained_at - version_min), 0) FROM episodes WHERE state = 'trained'"
         )
+        session = ledger.query("SELECT MAX(number) FROM sessions")[0][0]
         lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
         ledger.close()
         evaluations = pipeline.progress.evaluations
         summary = {
+            "session": session,
             "steps": pipeline.progress.step,
             "first_step": self._first_step,
             "seconds": seconds,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -206,7 +207,7 @@ class SimTelemetry:
     def step(self, line: dict[str, Any]) -> None: ...
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._world.events.append({"kind": kind, **fields})
+        self._world.events.append({"kind": kind, "time": time.time(), **fields})
 
     def batch(self, batch: Batch, produced: int, teacher: int | None = None) -> None:
         self._world.batches.append((batch, produced))
