@@ -167,11 +167,13 @@ def test_a_version_the_ledger_does_not_know_is_found(tampered):
     assert "ledger" in laws(tampered(sql("DELETE FROM versions WHERE number = 5")))
 
 
-def test_more_recomputation_than_there_are_weights_for_is_said(tampered):
+def test_less_recomputation_than_was_asked_for_fails(tampered):
     def forget(run: Path) -> None:
         for file in (run / "versions").glob("*.safetensors"):
             file.unlink()
 
     report = tampered(forget, "--recompute", "5")
-    assert report["ok"] is True
+    assert laws(report) == {"provenance"}
     assert (report["recomputed"]["asked"], report["recomputed"]["episodes"]) == (5, 0)
+    assert "0 of the 5 asked for" in report["violations"][0]["what"]
+    assert "deleted since" in report["unchecked"]["weights of kept versions"]

@@ -24,6 +24,8 @@ from headrace.ledger import Ledger
 from headrace.records import Batch, Group
 from headrace.scoring.advantages import advantages
 from headrace.telemetry.episodes import read_episodes
+from headrace.telemetry.folder import RunFolder, file_digest
+from headrace.training.checkpoint_state import _digest, fingerprint
 from headrace.training.metrics import batch_metrics
 from headrace.training.packing import training_sequences
 
@@ -375,3 +377,26 @@ def settle(run: Path) -> None:
     settle_metrics(run)
     settle_summary(run)
     settle_recorded(run)
+
+
+def reseal(run: Path) -> None:
+    """Compute every digest again, as a forger does who knows of them."""
+    events = load(run / "events.jsonl")
+    for event in events:
+        file = run / "episodes" / f"step-{event.get('step', 0):06d}.jsonl"
+        if event.get("kind") == "stored" and file.is_file():
+            event["digest"] = file_digest(file)
+    if events:
+        save(run / "events.jsonl", events)
+    for folder in sorted((run / "checkpoints").glob("step-*")):
+        state = json.loads((folder / "state.json").read_text())
+        state["files"] = {name: fingerprint(folder / name) for name in state["files"] if (folder / name).is_file()}
+        state["digest"] = _digest(state)
+        (folder / "state.json").write_text(json.dumps(state, indent=1))
+        with closing(sqlite3.connect(run / "ledger.sqlite", isolation_level=None)) as db:
+            db.execute("UPDATE checkpoints SET digest = ? WHERE version = ?", (state["digest"], state["version"]))
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    if (run / "summary.json").is_file():
+        summary = json.loads((run / "summary.json").read_text())
+        summary["digests"] = RunFolder(run).digests()
+        (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")

@@ -1,18 +1,24 @@
-"""What the audit makes of folders, collected into a table."""
+"""What the audit makes of folders, collected into a table and into figures."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from headrace.audit import run_audit
 from headrace.errors import HeadraceError
 
-RECOMPUTE = 12
+ALL = 1_000_000
+"""Episodes to recompute: every one."""
 FOLDER = "HEADRACE_OUTCOMES"
-"""Environment variable: the folder that tables are written to, as JSON."""
+"""Environment variable: the folder that tables and figures are written to, as JSON."""
+
+RECORDS, REPLAY, DIGEST, NOBODY = "records", "replay", "digest", "nobody"
+"""What finds it: records that contradict each other; a replay under the kept weights; a file's digest; nothing."""
 
 
 class Outcome(NamedTuple):
@@ -20,11 +26,9 @@ class Outcome(NamedTuple):
 
     name: str
     invented: bool
-    outcome: str
-    """found, unnoticed or crashed."""
-    by: str
-    """The first violation, the refusal, or the exception."""
-    unseeable: str = ""
+    found_by: str
+    what: str
+    """The first violation, or the refusal."""
 
 
 class Outcomes:
@@ -41,23 +45,39 @@ class Outcomes:
         """Print the table, and write it where the environment says."""
         print()
         for one in self._all:
-            print(f"{one.outcome:10} {'own  ' if one.invented else 'known'} {one.name}  [{one.by[:150]}]")
-        counts = {name: sum(one.outcome == name for one in self._all) for name in ("found", "unnoticed", "crashed")}
-        print(f"{self._kind}: {len(self._all)} tried, {counts}")
+            print(f"{one.found_by:8} {'own  ' if one.invented else 'known'} {one.name}  [{one.what[:150]}]")
+        counts = Counter(one.found_by for one in self._all)
+        print(f"{self._kind}: {len(self._all)} tried, found by {dict(counts)}")
         if folder := os.environ.get(FOLDER):
-            table = json.dumps([one._asdict() for one in self._all], indent=1, ensure_ascii=False)
-            (Path(folder) / f"baseline-{self._kind}.json").write_text(table + "\n")
+            table = {
+                "tried": len(self._all),
+                "found": counts[RECORDS] + counts[REPLAY],
+                "found_by": dict(counts),
+                "rows": [one._asdict() for one in self._all],
+            }
+            text = json.dumps(table, indent=1, ensure_ascii=False)
+            (Path(folder) / f"audit-{self._kind}.json").write_text(text + "\n")
 
 
-def audited(run: Path, recompute: int = RECOMPUTE) -> tuple[str, str]:
-    """How `headrace audit RUN --recompute 12` ends, and by what."""
+def audited(run: Path, recompute: int = 0) -> str:
+    """What `headrace audit RUN` finds first; empty if it finds nothing."""
     try:
         report = run_audit(run, recompute)
     except HeadraceError as error:
-        return "found", f"refused: {error}"
-    except Exception as error:  # whatever it is: the audit has crashed
-        return "crashed", f"{type(error).__name__}: {error}"
+        return f"refused: {error}"
     if report.ok:
-        return "unnoticed", ""
+        return ""
     first = report.violations[0]
-    return "found", f"{len(report.violations)} × {first.law}, {first.where}: {first.what}"
+    return f"{len(report.violations)} × {first.law}, {first.where}: {first.what}"
+
+
+def found_by(sealed: Path, unsealed: Callable[[], Path]) -> tuple[str, str]:
+    """What finds a forgery, and how it is told. `sealed` has every digest computed again, `unsealed` makes the
+    folder with the digests as they were."""
+    if what := audited(sealed):
+        return RECORDS, what
+    if what := audited(sealed, ALL):
+        return REPLAY, what
+    if what := audited(unsealed()):
+        return DIGEST, what
+    return NOBODY, ""

@@ -272,7 +272,7 @@ VERSIONS = [
             "UPDATE sessions SET number = 3 WHERE number = 2",
             "UPDATE episodes SET session = 3 WHERE session = 2",
             "UPDATE versions SET session = 3 WHERE session = 2",
-            "INSERT INTO sessions SELECT 2, started - 1, restored, 1 FROM sessions WHERE number = 3",
+            "INSERT INTO sessions SELECT 2, started - 1, restored, config, 1 FROM sessions WHERE number = 3",
         ),
         True,
     ),
