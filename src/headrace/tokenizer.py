@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from headrace.model_files import read_bytes, read_object, read_text, shortened, 
 FILE, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 TEMPLATE = "chat_template.jinja"
 _MAX_BYTES = 128 * 2**20
+_MAX_GROWTH = 1 << 12
 _FEW_VALUES = 1 << 16
 _VALUES_PER_TOKEN = 12
 """Pieces of JSON that a tokenizer.json has for each token of the model: its text and id, merges, added tokens."""
@@ -150,7 +153,28 @@ def _load(file: Path, vocabulary: int | None) -> Any:
         # A folder may ask for texts to be cut, or filled up to any length.
         backend.no_truncation()
         backend.no_padding()
+        parts = {"normalizer": backend.normalizer, "decoder": backend.decoder}
+        growths = {
+            name: _growth(json.loads(part.__getstate__())) for name, part in parts.items() if part is not None
+        }
+    for name, growth in growths.items():
+        if growth > _MAX_GROWTH:
+            raise ModelFolderError(
+                f"the {name} of {FILE} must not make texts more than {_MAX_GROWTH} times as long",
+                f"up to {growth:.3g} times",
+                "save the model's tokenizer there",
+            )
     return backend
+
+
+def _growth(part: dict[str, Any]) -> float:
+    """How many times as long a text may become, by one replacement after another."""
+    if part["type"] == "Replace":
+        [(kind, pattern)] = part["pattern"].items()
+        # What is found may be empty, so that the content comes between all characters.
+        least = len(pattern) if kind == "String" else 0
+        return max(1.0, len(part["content"]) / least if least else 1 + len(part["content"]))
+    return prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()), start=1.0)
 
 
 @contextmanager

@@ -27,6 +27,8 @@ HERE = Path(__file__).resolve().parent
 RESULTS = HERE.parent.parent / "benchmarks" / "results" / "fuzz.json"
 _GRACE_S = 10.0
 """A process that is this much longer in one input than the target's limit is killed."""
+_START_S = 120.0
+"""A target may take so long to import what it needs, and to begin its session, on a busy machine."""
 _SAY_EVERY_S = 10.0
 
 
@@ -139,7 +141,7 @@ def _reports(process: subprocess.Popen[bytes], current: Path, patience_s: float)
             begun, _, _ = _current(current)
             if begun != last:
                 changed, last = time.monotonic(), begun
-            elif time.monotonic() - changed > patience_s:
+            elif time.monotonic() - changed > (patience_s if begun else _START_S):
                 return
 
 

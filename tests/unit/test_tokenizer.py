@@ -93,6 +93,35 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
+def test_padding_and_truncation_that_a_folder_asks_for_are_not_done(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    direction = {"direction": "Right"}
+    content["padding"] = {
+        **direction,
+        "strategy": {"Fixed": 10**12},
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<pad>",
+        "pad_to_multiple_of": None,
+    }
+    content["truncation"] = {**direction, "max_length": 2, "strategy": "LongestFirst", "stride": 0}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert len(Tokenizer(folder).encode("the thing")) == 6
+
+
+def test_a_pattern_that_backtracks_without_end_is_the_folders_fault(folder):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["pre_tokenizer"] = {
+        "type": "Split",
+        "pattern": {"Regex": "(a+)+$"},
+        "behavior": "Isolated",
+        "invert": False,
+    }
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ModelFolderError, match="must be able to encode a text"):
+        Tokenizer(folder).encode("a" * 60 + "b")
+
+
 # ── Chat ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -89,6 +89,7 @@ def pipe(name: str) -> Damage:
 
 
 ROPE = "rope_scaling"
+DOUBLING = {"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}
 EMBEDDING = "model.embed_tokens.weight"
 LOOPS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 
@@ -241,6 +242,14 @@ CASES: dict[str, tuple[Damage, list[str]]] = {
     "tokenizer: an id beyond the model's": (
         tokenizer(model={"type": "WordLevel", "vocab": {"<eos>": 0, "b": 10**9}, "unk_token": "<eos>"}),
         ["every token of tokenizer.json must be below the model's vocabulary", "1000000000"],
+    ),
+    "tokenizer: a text doubled forty times": (
+        tokenizer(normalizer={"type": "Sequence", "normalizers": [DOUBLING] * 40}),
+        ["the normalizer of tokenizer.json must not make texts more than 4096 times as long", "1.1e+12 times"],
+    ),
+    "tokenizer: an answer doubled forty times": (
+        tokenizer(decoder={"type": "Sequence", "decoders": [DOUBLING] * 40}),
+        ["the decoder of tokenizer.json must not make texts more than 4096 times as long"],
     ),
     "tokenizer: a negative id": (
         tokenizer(model={"type": "WordLevel", "vocab": {"<eos>": -1}, "unk_token": "<eos>"}),
