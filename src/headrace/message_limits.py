@@ -7,6 +7,8 @@ counted. Other headers are taken apart, and the parts that are still doubtful ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from headrace.errors import CorruptMessage
@@ -23,6 +25,7 @@ _OPENING = (*range(0x80, 0xA0), *range(0xDC, 0xE0), *range(0xC7, 0xCA))
 _NOT_OPENING = bytes(set(range(256)).difference(_OPENING))
 _SPLIT_LEVELS, _SPLIT_ITEMS, _SPLIT_BYTES = 8, 1 << 16, 4 << 20
 """Larger arrays are not split into their items, each level of which is a copy, but walked."""
+_COUNTED_BYTES = 32 << 10
 _HARMLESS_CONTAINERS = DEEPEST - 16 - _SPLIT_LEVELS
 
 _CONTAINER_BYTES, _ITEM_BYTES, _ENTRY_BYTES, _SCALAR_BYTES, _TEXT_BYTES, _EXT_BYTES = 200, 16, 60, 40, 76, 400
@@ -69,15 +72,24 @@ def check_header(record: bytes, table_bytes: int, message_bytes: int) -> None:
 
 def _check_depth(value: bytes, depth: int) -> None:
     """Walk those items of arrays that hold so many containers that they could be nested too deep."""
-    if len(value.translate(None, _NOT_OPENING)) <= _HARMLESS_CONTAINERS:
+    # What is large holds many: counting them is left out.
+    if len(value) <= _COUNTED_BYTES and len(value.translate(None, _NOT_OPENING)) <= _HARMLESS_CONTAINERS:
         return
-    can_split = value[0] in _ARRAYS and depth < _SPLIT_LEVELS and len(value) <= _SPLIT_BYTES
-    if not can_split or _opened(value, 0, value[0])[0] > _SPLIT_ITEMS:
-        _walk(value, depth, nested=False)
-        return
-    for item in _ITEMS.decode(value):
-        if len(item) > _HARMLESS_CONTAINERS:
+    for item in _items(value) if depth < _SPLIT_LEVELS else [value]:
+        if item is value:
+            _walk(value, depth, nested=False)
+        elif len(item) > _HARMLESS_CONTAINERS:
             _check_depth(bytes(item), depth + 1)
+
+
+def _items(value: bytes) -> Sequence[bytes | msgspec.Raw]:
+    """The items of an array, or only the value itself where it is none or should not be split."""
+    if value[0] not in _ARRAYS or len(value) > _SPLIT_BYTES or _opened(value, 0, value[0])[0] > _SPLIT_ITEMS:
+        return [value]
+    try:
+        return _ITEMS.decode(value)
+    except RecursionError:
+        return [value]
 
 
 _ARRAYS = (*range(0x90, 0xA0), 0xDC, 0xDD)

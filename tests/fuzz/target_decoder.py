@@ -79,7 +79,8 @@ def run(data: bytes) -> None:
     middle = len(data) // 2
     try:
         whole = reader.feed(data[:middle]) + reader.feed(data[middle:] + data)
-        assert len(whole) in (0 if refused else 2, 2), "the reader does not find what the decoder reads"
+        # What the decoder refuses may be several messages, which it takes one at a time.
+        assert refused or len(whole) == 2, "the reader does not find what the decoder reads"
     except RecordError as error:
         assert refused, "the reader refuses what the decoder reads"
         refused.append(error)
