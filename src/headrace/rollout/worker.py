@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.bounds import MAX_MESSAGE_BYTES, SystemFailure, checked_metrics
+from headrace.bounds import SystemFailure, checked_metrics
 from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
@@ -122,13 +122,17 @@ class _Episodes:
         return EpisodeEnd(metrics=checked_metrics(metrics or {}))
 
 
+_PORTION_BYTES = 512 << 10
+"""As a message. Small tasks take a hundred times as much as objects."""
+
+
 async def _hand_over(tasks: Sequence[Task], ask: AskController) -> None:
-    """In messages well below the largest that a worker may send, unless one task alone is larger."""
+    """In messages well below what a reader takes, also as objects, unless one task alone is larger."""
     portion: list[Task] = []
     size = 0
     for task in tasks:
         more = len(msgspec.msgpack.encode(task))
-        if portion and size + more > MAX_MESSAGE_BYTES // 4:
+        if portion and size + more > _PORTION_BYTES:
             await ask(TaskList(tasks=tuple(portion)))
             portion, size = [], 0
         portion.append(task)
