@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import reprlib
 
-QUOTED_CHARS = 400
+QUOTED_CHARS = 200
 """Most characters of a value, or of another error's text, that an error quotes."""
 
 

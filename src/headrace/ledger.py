@@ -113,7 +113,11 @@ class Ledger:
         self.path = Path(path)
         self._copy: tempfile.TemporaryDirectory[str] | None = None
         if read_only and not self.path.is_file():
-            raise RunFolderError("a run has a ledger", str(path), "check the run's folder")
+            raise RunFolderError(
+                "a run has a ledger, and this one has lost it",
+                str(path),
+                "restore it and the file ledger.sqlite-wal from a copy, or begin a new run",
+            )
         with self._told("open"):
             self._db = self._open_to_read() if read_only else self._open_to_write()
 
@@ -151,8 +155,8 @@ class Ledger:
         (found,) = db.execute("PRAGMA user_version").fetchone()
         if found != FORMAT:
             raise RunFolderError(
-                f"this Headrace reads ledgers of format {FORMAT}",
-                f"{self.path}: format {found}",
+                f"this Headrace reads ledgers of format {FORMAT}, and this one is of format {found}",
+                str(self.path),
                 "use the Headrace that made the run",
             )
 
@@ -171,8 +175,8 @@ class Ledger:
             raise
         except sqlite3.OperationalError as error:
             raise RunFolderError(
-                f"the ledger can be used, and SQLite could not {what} it",
-                f"{self.path}: {error}",
+                f"the ledger can be used, and SQLite could not {what} it: {error}",
+                str(self.path),
                 "look at the disk's free space and the file's permissions; then --resume goes on",
             ) from error
         except sqlite3.DatabaseError as error:
@@ -180,8 +184,8 @@ class Ledger:
 
     def _unsound(self, why: str) -> RunFolderError:
         return RunFolderError(
-            "a run's ledger is a sound SQLite file, and this one is damaged",
-            f"{self.path}: {why}",
+            f"a run's ledger is a sound SQLite file, and this one is damaged: {why}",
+            str(self.path),
             "restore it and the file ledger.sqlite-wal from a copy, or begin a new run",
         )
 

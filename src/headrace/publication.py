@@ -177,7 +177,11 @@ class Publication:
             self._staged, self.version_bytes = version, offer.manifest.nbytes
             if packed is not None:
                 offer.seal.add_done_callback(lambda seal: _tell(packed, seal))
-            published, offer = await self._until_all_have_it(offer, waiting)
+            try:
+                published, offer = await self._until_all_have_it(offer, waiting)
+            except Superseded:
+                await self._tell_in_part(offer, waiting)
+                raise
             if any(engine in parts.engines.members for engine in waiting):
                 self.last = published
             checked = await self._check_served(offer, waiting) if self._config.check_served else {}
@@ -193,6 +197,15 @@ class Publication:
                 checksum=_digest(offer.manifest, await offer.seal),
                 **checked,
             )
+
+    async def _tell_in_part(self, offer: _Offer, engines: Sequence[Engine]) -> None:
+        """Where a later version takes this one's place, tokens may have been sampled under it all the same."""
+        version = offer.manifest.version
+        took = [engine.name for engine in engines if engine.version == version.number]
+        if took and offer.sealed:
+            checksum = _digest(offer.manifest, await offer.seal)
+            what = {"version": version.number, "step": version.step, "engines": took, "checksum": checksum}
+            self._parts.telemetry.event("published_in_part", **what)
 
     async def _check_served(self, offer: _Offer, engines: Sequence[Engine]) -> dict[str, dict[str, int]]:
         """Ask engines that have acknowledged a version what they serve. LawBroken where it is anything else; what

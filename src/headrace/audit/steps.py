@@ -23,7 +23,7 @@ from headrace.audit.sample import Place, Sample
 from headrace.audit.turns import TurnRules
 from headrace.audit.versions import Tree
 from headrace.errors import RecordError
-from headrace.ledger import DROPPED, LOST_IN_CRASH, ORPHANED, TRAINED
+from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, TRAINED
 from headrace.records import Group, Task
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.telemetry.episodes import StoredEpisode, is_kept
@@ -279,8 +279,8 @@ class _Steps:
                 "SELECT state, reason, produced, trained_at, tokens FROM episodes WHERE id = ?", (name,)
             )
             left = (DROPPED, ORPHANED, item.produced_version, item.trained_version, item.episode.num_tokens)
-            lost = (DROPPED, LOST_IN_CRASH, None, None)
-            if rows and (rows[0] == left or rows[0][:4] == lost):
+            unknown = ((DROPPED, LOST_IN_CRASH, None, None), (DROPPED, LOST_WITH_LEDGER, None, None))
+            if rows and (rows[0] == left or rows[0][:4] in unknown):
                 continue
             if rows and rows[0][0] == TRAINED:
                 self._findings.add(LEDGER, name, f"it stands in {stored.where}, and the ledger has it trained")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,8 +23,21 @@ Checked = TypeVar("Checked")
 
 def check_outside(config: RunConfig) -> None:
     """Raise the InputError that the run would meet later. Imports the user's references, never torch."""
+    check_models(config)
+    with _told():
+        _check_code(config)
+
+
+def check_models(config: RunConfig) -> None:
+    """The same of the model folders alone: no user's code is imported."""
+    with _told():
+        _check_models(config)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
     try:
-        _check_all(config)
+        yield
     except OSError as error:
         raise ConfigError(
             "the files and folders that the configuration names can be looked at",
@@ -32,13 +46,16 @@ def check_outside(config: RunConfig) -> None:
         ) from error
 
 
-def _check_all(config: RunConfig) -> None:
+def _check_models(config: RunConfig) -> None:
     from headrace.models.folder import check_policy
 
     model = _with_key("model.path", check_policy, config.model.path)
     if config.training.lora is not None:
         _check_lora(config.training.lora, model)
     _check_other_models(config)
+
+
+def _check_code(config: RunConfig) -> None:
     _check_tasks(config.tasks, "tasks")
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")

@@ -126,7 +126,7 @@ def write_whole(file: Path, text: str) -> None:
         os.replace(partial, file)
     except OSError as error:
         raise RunFolderError(
-            "a run's folder can be written",
-            f"{file}: {error}",
+            f"a run's folder can be written: {error}",
+            str(file),
             "look at the disk's free space and the folder's permissions",
         ) from error

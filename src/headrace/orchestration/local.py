@@ -32,7 +32,7 @@ from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.buffer.memory import MemoryBuffer
 from headrace.config.dump import dump_config
 from headrace.config.load import check_config
-from headrace.config.outside import check_outside
+from headrace.config.outside import check_models
 from headrace.config.run import RunConfig
 from headrace.engine.base import Engine
 from headrace.engine.messages import EngineReady
@@ -92,7 +92,8 @@ def train(
     if scorer is not None:
         config = _replace(config, "scorer", _reference(scorer))
     check_config(config)
-    check_outside(config)
+    # Not the code it names: the calling script may be its own environment, and is not to be run once more.
+    check_models(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
     config = prepare(place, config, resume=resume, overwrite=False, from_step=from_step)
     try:

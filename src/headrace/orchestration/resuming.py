@@ -84,8 +84,8 @@ class _Inspection:
                 problems.append(problem)
             if problems:
                 raise RunFolderError(
-                    "a run is resumed from what its files agree on",
-                    "; ".join(problems),
+                    f"a run is resumed from what its files agree on: {'; '.join(problems)}",
+                    str(self._run.path),
                     f"restore what is damaged or missing from a copy, or {_way_out(sound)}",
                 )
             chosen = max(found, default=0)
@@ -93,7 +93,9 @@ class _Inspection:
             chosen = from_step
             if chosen and chosen not in sound:
                 why = found.get(chosen) or f"{self._path(chosen)} is not there"
-                raise RunFolderError("--from names the step of a sound checkpoint", why, _way_out(sound))
+                raise RunFolderError(
+                    f"--from names the step of a sound checkpoint: {why}", from_step, _way_out(sound)
+                )
         self._check_episodes(chosen)
         return Standing(checkpoint=self._path(chosen) if chosen else None, lost=lost)
 
@@ -114,7 +116,7 @@ class _Inspection:
             try:
                 yield step, self._disagreement(step, folder, read_state(folder))
             except InputError as error:
-                yield step, f"{error.rule}: {error.value}"
+                yield step, f"{folder}: {error.rule}"
 
     def _disagreement(self, step: int, folder: Path, state: dict[str, Any]) -> str | None:
         version = state["version"]
@@ -160,15 +162,16 @@ class _Inspection:
             lines = [decoder.decode(line) for line in file.read_bytes().splitlines()]
         except msgspec.DecodeError as error:
             raise RunFolderError(
-                "stored episodes can be read", f"{file}: {error}", "restore the file from a copy, or remove it"
+                f"stored episodes can be read: {error}", str(file), "restore the file from a copy, or remove it"
             ) from error
         for line in lines:
             rows = self._ledger.query("SELECT state, produced FROM episodes WHERE id = ?", (line.id,))
             if rows != [("trained", line.produced_version)]:
                 has = f"has it {rows[0][0]} into version {rows[0][1]}" if rows else "does not have it"
+                said = f"{line.id} was trained into version {line.produced_version}, and the ledger {has}"
                 raise RunFolderError(
-                    "a run is resumed where its ledger and its stored episodes agree",
-                    f"{file}: {line.id} was trained into version {line.produced_version}, and the ledger {has}",
+                    f"a run is resumed where its ledger and its stored episodes agree: {said}",
+                    str(file),
                     "restore the ledger from a copy, or begin a new run",
                 )
 

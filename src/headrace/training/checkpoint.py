@@ -150,8 +150,8 @@ def disk_told(path: str | Path, what: str) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         raise RunFolderError(
-            f"{what} can be written",
-            f"{path}: {error}",
+            f"{what} can be written: {error}",
+            str(path),
             "look at the disk's free space and the folder's permissions; then --resume goes on",
         ) from error
 

@@ -38,8 +38,8 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise damaged(folder, f"{STATE} is not an object")
     if isinstance(content.get("format"), int) and content["format"] != FORMAT:
         raise RunFolderError(
-            f"this Headrace reads checkpoints of format {FORMAT}",
-            f"{folder}: format {content['format']}",
+            f"this Headrace reads checkpoints of format {FORMAT}, and this one is of format {content['format']}",
+            str(folder),
             "use the Headrace that wrote it",
         )
     for name, kind in _ENTRIES.items():

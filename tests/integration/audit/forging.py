@@ -382,9 +382,10 @@ def settle(run: Path) -> None:
 def reseal(run: Path) -> None:
     """Compute every digest again, as a forger does who knows of them."""
     events = load(run / "events.jsonl")
-    for event in events:
-        file = run / "episodes" / f"step-{event.get('step', 0):06d}.jsonl"
-        if event.get("kind") == "stored" and file.is_file():
+    last = {event["step"]: event for event in events if event.get("kind") == "stored"}
+    for event in last.values():
+        file = run / "episodes" / f"step-{event['step']:06d}.jsonl"
+        if file.is_file():
             event["digest"] = file_digest(file)
     if events:
         save(run / "events.jsonl", events)

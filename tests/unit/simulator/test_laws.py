@@ -334,7 +334,9 @@ def test_turns_that_cannot_be_right_are_dropped_at_the_door_and_counted():
 
             engine._turn = wrong
 
-    config = msgspec.structs.replace(STEADY, training=msgspec.structs.replace(STEADY.training, min_group=1))
+    config = msgspec.structs.replace(
+        STEADY, training=msgspec.structs.replace(STEADY.training, min_group=1, algorithm=PpoConfig())
+    )
     outcome = simulate(config, Costs(), seed=3, tamper=tamper)
     assert outcome.finished
     assert violations(outcome) == []

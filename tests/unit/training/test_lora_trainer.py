@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -128,17 +127,6 @@ def test_a_checkpoint_is_refused_by_a_trainer_with_another_adapter_or_none(tmp_p
         with pytest.raises(RunFolderError, match=r"training\.lora"):
             owner.load(tmp_path / checkpoint)
         assert all(torch.equal(tensor, before[name]) for name, tensor in owner.tensors().items())
-
-
-def test_a_checkpoint_from_before_there_were_adapters_is_one_without(tmp_path: Path) -> None:
-    folder = tiny_model(tmp_path / "model")
-    owner = trainer(folder, lora=None)
-    owner.train(random_batch(0))
-    owner.save(tmp_path / "old", {"a": 1})
-    state = json.loads((tmp_path / "old/state.json").read_text())
-    del state["lora"]
-    (tmp_path / "old/state.json").write_text(json.dumps(state))
-    assert trainer(folder, lora=None).load(tmp_path / "old") == {"a": 1}
 
 
 def test_the_runs_seed_decides_the_adapter(tmp_path: Path) -> None:
