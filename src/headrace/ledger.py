@@ -184,7 +184,7 @@ class Ledger:
 
     def _unsound(self, why: str) -> RunFolderError:
         return RunFolderError(
-            f"a run's ledger is a sound SQLite file, and this one is damaged: {why}",
+            f"a run's ledger is a sound SQLite file, and this one is damaged: {' '.join(why.split())}",
             str(self.path),
             "restore it and the file ledger.sqlite-wal from a copy, or begin a new run",
         )

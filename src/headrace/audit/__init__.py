@@ -18,7 +18,7 @@ from headrace.audit.sample import Sample
 from headrace.audit.steps import check_steps
 from headrace.audit.summary import check_summary
 from headrace.audit.versions import Tree, check_sessions, check_versions
-from headrace.audit.weights import check_weights
+from headrace.audit.weights import check_checkpoint_bytes, check_weights
 from headrace.telemetry.folder import RunFolder
 
 __all__ = ["AuditReport", "Violation", "check_evidence", "run_audit"]
@@ -59,6 +59,7 @@ def run_audit(folder: Path, recompute: int = 0, *, strict: bool = False) -> Audi
             from headrace.audit.replay import recompute_episodes
 
             report.recomputed = recompute_episodes(evidence, sample, findings)
+            check_checkpoint_bytes(RunFolder(folder), findings)
     finally:
         evidence.ledger.close()
     if strict:

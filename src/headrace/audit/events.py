@@ -73,7 +73,7 @@ class _Reader:
         if number <= self._session or number not in self._sessions:
             self._findings.add(LEDGER, where, f"it started after session {self._session}; the ledger has no such")
         known = self._tree.versions.get(version)
-        if known is not None and known.step != step:
+        if known is not None and known.step != step and not known.was_lost:
             self._findings.add(LEDGER, where, f"it started with version {version} at step {step}, not {known.step}")
         session = self._sessions.get(number)
         if session is not None and abs(event["time"] - session.started) > _LONGEST_START_S:
@@ -93,7 +93,7 @@ class _Reader:
         known = self._tree.versions.get(number)
         if known is None:
             self._findings.add(LEDGER, where, "published without being in the ledger")
-        elif known.step != event["step"]:
+        elif known.step != event["step"] and not known.was_lost:
             self._findings.add(
                 LEDGER, where, f"published as of step {event['step']}, in the ledger of {known.step}"
             )
@@ -141,7 +141,7 @@ class _Reader:
     def see_checkpoint(self, event: dict[str, Any]) -> None:
         number, step = event["version"], event["step"]
         known = self._tree.versions.get(number)
-        if known is None or known.step != step:
+        if known is None or (known.step != step and not known.was_lost):
             has = "no such version" if known is None else f"it at step {known.step}"
             self._findings.add(
                 LEDGER, f"version {number}", f"checkpointed at step {step}, and the ledger has {has}"

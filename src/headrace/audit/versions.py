@@ -26,6 +26,11 @@ class Version(NamedTuple):
     session: int
     orphaned: bool
 
+    @property
+    def was_lost(self) -> bool:
+        """Whether it stands for a row that was lost with an older ledger (`Ledger.recover`): its step is unknown."""
+        return self.orphaned and self.step == 0 and self.number > 0
+
 
 class Session(NamedTuple):
     """A row of the ledger's sessions."""
@@ -86,18 +91,13 @@ def check_sessions(evidence: Evidence, tree: Tree) -> Iterator[Violation]:
         if session.restored is not None and session.restored not in alive:
             yield Violation(LEDGER, where, f"it was restored from version {session.restored}, which it had not")
         alive = _lineage(tree, session.restored)
-        alive |= {v.number for v in by_session.get(session.number, ()) if not _was_lost(v)}
+        alive |= {v.number for v in by_session.get(session.number, ()) if not v.was_lost}
         yield from _check_config(evidence, session, where)
     for number in by_session.keys() - {session.number for session in tree.sessions}:
         yield Violation(LEDGER, f"session {number}", "versions are of it, and it is not in the ledger")
     if alive != tree.surviving:
         wrong = some(alive ^ tree.surviving)
         yield Violation(LEDGER, "versions", f"what restores left behind is not what is marked so: {wrong}")
-
-
-def _was_lost(version: Version) -> bool:
-    """Whether it stands for a row that was lost with an older ledger (`Ledger.recover`)."""
-    return version.orphaned and version.step == 0 and version.number > 0
 
 
 def _lineage(tree: Tree, number: int | None) -> set[int]:
@@ -137,7 +137,7 @@ def check_versions(tree: Tree) -> Iterator[Violation]:
         if parent >= number or parent not in tree.versions:
             yield Violation(LEDGER, where, f"its parent {parent} is not an earlier version")
             continue
-        if _was_lost(version):
+        if version.was_lost:
             continue
         first = number == tree.first_of[version.session]
         session = next((s for s in tree.sessions if s.number == version.session), None)

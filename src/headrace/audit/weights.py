@@ -6,12 +6,12 @@ from pathlib import Path
 
 from headrace.audit.events import Published
 from headrace.audit.evidence import Evidence
-from headrace.audit.findings import LEDGER, SWAP, Findings, some
+from headrace.audit.findings import CORRUPTION, LEDGER, SWAP, Findings, some
 from headrace.audit.versions import Tree
 from headrace.errors import InputError
 from headrace.sync import version_digest
 from headrace.telemetry.folder import RunFolder
-from headrace.training.checkpoint_state import read_state
+from headrace.training.checkpoint_state import fingerprint, read_state
 
 
 def check_weights(evidence: Evidence, tree: Tree, published: Published, findings: Findings) -> None:
@@ -30,6 +30,19 @@ def check_weights(evidence: Evidence, tree: Tree, published: Published, findings
     if gone := published.kept & tree.versions.keys() - kept.keys():
         findings.unchecked["weights of kept versions"] = f"deleted since: {some(gone)}"
     _check_checkpoints(evidence, tree, evidence.folder, findings)
+
+
+def check_checkpoint_bytes(folder: RunFolder, findings: Findings) -> None:
+    """Every file of every checkpoint has the bytes that its state.json says. Reads all of them."""
+    for path in sorted(folder.checkpoints.glob("step-*")):
+        try:
+            files = read_state(path)["files"]
+        except InputError:
+            continue  # `check_weights` tells of it
+        for name, expected in files.items():
+            findings.checked["checkpoint_files"] += 1
+            if fingerprint(path / name) != expected:
+                findings.add(CORRUPTION, f"{path.name}/{name}", "its bytes are not those that were written")
 
 
 def digest_of_kept(file: Path, dtype: str) -> int | str:

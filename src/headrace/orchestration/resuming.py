@@ -189,7 +189,7 @@ def _given_out(run: RunFolder) -> tuple[int, int, int]:
     versions = sequences = sessions = 0
     for event in read_lines(run.events):
         kind, version = event.get("kind"), event.get("version")
-        if kind in ("published", "checkpoint", "started") and isinstance(version, int):
+        if kind in ("published", "published_in_part", "checkpoint", "started") and isinstance(version, int):
             # The version that a session starts with is in the ledger only once it is published.
             versions = max(versions, version + (kind != "started"))
         if kind == "started" and isinstance(event.get("session"), int):

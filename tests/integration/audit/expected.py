@@ -1,5 +1,20 @@
-"""What finds those forgeries that records alone do not find: a replay, a digest, or nothing at all."""
+"""What finds those forgeries that neither records nor a replay find: a digest, or nothing at all."""
 
 from __future__ import annotations
 
-EXPECTED: dict[str, str] = {}
+from outcomes import DIGEST, NOBODY
+
+EXPECTED = {
+    "metrics of an episode changed": DIGEST,
+    "joins invented": DIGEST,
+    "an ended turn called cut short": DIGEST,
+    "a drop's detail changed in the events": DIGEST,
+    "an evaluation invented": DIGEST,
+    "the entropy changed": DIGEST,
+    "all rewards doubled, advantages and metrics computed again": DIGEST,
+    "a byte flipped in a checkpoint's weights": DIGEST,
+    "a dropped group invented, in the summary too": NOBODY,
+    "the summary's first step changed": NOBODY,
+    "metrics that were set aside are changed": NOBODY,
+    "the final model is an older version": NOBODY,
+}

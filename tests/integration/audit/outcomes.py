@@ -78,6 +78,6 @@ def found_by(sealed: Path, unsealed: Callable[[], Path]) -> tuple[str, str]:
         return RECORDS, what
     if what := audited(sealed, ALL):
         return REPLAY, what
-    if what := audited(unsealed()):
+    if what := audited(unsealed(), ALL):
         return DIGEST, what
     return NOBODY, ""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from expected import EXPECTED
 from forging import Tampering, reseal, settle
-from outcomes import ALL, NOBODY, RECORDS, Outcome, Outcomes, audited, found_by
+from outcomes import ALL, RECORDS, REPLAY, Outcome, Outcomes, audited, found_by
 from tamperings import TAMPERINGS, UNSEEABLE
 
 IN_CI = 6
@@ -77,5 +77,4 @@ def test_a_forged_run_is_found(tampering: Tampering, runs: dict[str, Path], tmp_
     how, what = found_by(copy, unsealed)
     forged.add(Outcome(tampering.name, tampering.invented, how, what))
     shutil.rmtree(copy)
-    expected = EXPECTED.get(tampering.name, RECORDS)
-    assert how == expected or (how == RECORDS and expected != NOBODY), what
+    assert how in (RECORDS, REPLAY) or EXPECTED.get(tampering.name) == how, f"{how}: {what}"
