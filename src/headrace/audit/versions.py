@@ -28,7 +28,7 @@ class Version(NamedTuple):
 
     @property
     def was_lost(self) -> bool:
-        """Whether it stands for a row that was lost with an older ledger (`Ledger.recover`): its step is unknown."""
+        """Whether it stands for a row that was lost with an older ledger (`Lost`): its step is unknown."""
         return self.orphaned and self.step == 0 and self.number > 0
 
 
