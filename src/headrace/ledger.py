@@ -261,6 +261,15 @@ class Ledger:
         for missing in range(session + 1, lost.sessions):
             self._db.execute(_SESSION, (missing, time.time(), restored, ""))
 
+    def restored_from(self, version: int, digest: str) -> None:
+        """A checkpoint that a session begins from is on record, also where the run died before it was noted."""
+        with self._told("write"):
+            self._db.execute(
+                "INSERT OR IGNORE INTO checkpoints (version, step, session, digest)"
+                " SELECT number, step, session, ? FROM versions WHERE number = ?",
+                (digest, version),
+            )
+
     def lineage(self, version: int | None) -> set[int]:
         """The version and all its ancestors."""
         parents = dict(self._db.execute("SELECT number, parent FROM versions"))

@@ -238,6 +238,13 @@ def test_a_reader_sees_the_ledger_as_it_was_when_it_was_opened(tmp_path):
     assert (reader.sums(), reader.sums() == writer.sums()) == (before, False)
 
 
+def test_a_checkpoint_that_a_session_begins_from_is_on_record():
+    run_session(ledger := Ledger(":memory:"), one_step)
+    ledger.restored_from(1, "abc")
+    ledger.restored_from(1, "another")
+    assert ledger.query("SELECT version, step, session, digest FROM checkpoints") == [(1, 1, 1, "abc")]
+
+
 def test_numbers_that_were_lost_are_booked_and_not_given_out_again():
     run_session(ledger := Ledger(":memory:"), one_step)
     session = ledger.recover(1, "", Lost(versions=5, sequences=4, sessions=3, group_size=2))

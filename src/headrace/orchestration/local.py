@@ -261,6 +261,8 @@ class _Run:
         start = await asyncio.to_thread(
             open_session, ledger, state, config=dump_config(self._config), lost=standing.lost
         )
+        if state is not None:
+            await asyncio.to_thread(ledger.restored_from, int(state["version"]), standing.digest)
         vault.set_aside(start.progress.step)
         if self._first_step is None:
             self._first_step = start.progress.step

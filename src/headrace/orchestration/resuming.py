@@ -30,6 +30,8 @@ class Standing:
 
     checkpoint: Path | None = None
     """None: the model that the run began with."""
+    digest: str = ""
+    """The checkpoint's."""
     lost: Lost | None = None
     """What the ledger has no rows of, where it is older than the files beside it."""
 
@@ -97,7 +99,10 @@ class _Inspection:
                     f"--from names the step of a sound checkpoint: {why}", from_step, _way_out(sound)
                 )
         self._check_episodes(chosen)
-        return Standing(checkpoint=self._path(chosen) if chosen else None, lost=lost)
+        if not chosen:
+            return Standing(lost=lost)
+        folder = self._path(chosen)
+        return Standing(folder, read_state(folder)["digest"], lost)
 
     def _path(self, step: int) -> Path:
         return checkpoint_steps(self._run.path).get(step, self._run.checkpoints / f"step-{step:06d}")
