@@ -29,6 +29,7 @@ SYSTEM_REASONS = frozenset(
         "bad_request",
         "bad_reward",
         "bad_turn",
+        "chat_template",
         "engine_died",
         "environment_crash",
         "environment_error",
