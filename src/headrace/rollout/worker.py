@@ -195,7 +195,7 @@ class _WorkerPolicy:
                 return self._tokenizer.chat(prompt)  # type: ignore[arg-type]
             except ModelFolderError as error:
                 # The template has rendered a plain conversation: these messages are what it cannot do.
-                raise EpisodeFailure("chat_template", str(error)) from error
+                raise SystemFailure("chat_template", str(error)) from error
         return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
