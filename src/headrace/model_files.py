@@ -19,6 +19,7 @@ MAX_JSON_VALUES = 1 << 17
 """Parsed, a value may take a hundred times the bytes that it is written with."""
 MAX_ID = 2**31 - 1
 _MAX_DEPTH = 64
+_TOO_DEEP = f"it is nested deeper than {_MAX_DEPTH} levels"
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 """Half a character, by an escape: in pairs they are one, alone no text."""
 _REPLACE = "download or save this file again"
@@ -92,7 +93,7 @@ def parse_object(text: str, name: str, what: str | None = None) -> dict[str, Any
             text, object_pairs_hook=unique, parse_constant=lambda word: refuse(f"{word} is no number")
         )
     except RecursionError:
-        refuse("it is nested too deeply")
+        refuse(_TOO_DEEP)
     except ValueError as error:
         refuse(str(error))
     if _SURROGATE.search(text):
@@ -101,7 +102,7 @@ def parse_object(text: str, name: str, what: str | None = None) -> dict[str, Any
         except (UnicodeEncodeError, RecursionError) as error:
             refuse(str(error))
     if _depth(content) > _MAX_DEPTH:
-        refuse(f"it is nested deeper than {_MAX_DEPTH} levels")
+        refuse(_TOO_DEEP)
     if not isinstance(content, dict):
         raise ModelFolderError(f"{what} must hold a JSON object", content, f"repair or replace {name}")
     return content
