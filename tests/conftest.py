@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+import figures
 from interpreted import SameBits, observed
 
 # A busy machine takes its time for a case now and then; what must not hang has pytest's own limit.
@@ -40,7 +41,18 @@ def same_bits(monkeypatch: pytest.MonkeyPatch, record_property: Any) -> Iterator
         record_property("compared", comparing.compared)
 
 
+@pytest.fixture
+def trial(record_property: Any) -> Callable[..., None]:
+    """Counts this test as a trial of a kind (figures.py), with what came of it."""
+
+    def count(kind: str, **row: Any) -> None:
+        record_property(figures.PROPERTY, (kind, row))
+
+    return count
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
+    figures.report((one for some in terminalreporter.stats.values() for one in some), terminalreporter.write_line)
     told = {
         "bits": "bit for bit",
         "values": "within rounding only, as NumPy's products depend on a row's place on this machine",

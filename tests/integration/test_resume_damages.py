@@ -24,6 +24,7 @@ from headrace.telemetry.folder import RunFolder
 from headrace.training.checkpoint_state import _digest, read_state
 
 Harm = Callable[[Path], object]
+Trial = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +309,8 @@ def goes_on(project: Project, *words: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [d for d in DAMAGES if d.refused], ids=lambda damage: damage.name)
-def test_damage_is_refused_with_what_to_do(damage: Damage, copied: Project) -> None:
+def test_damage_is_refused_with_what_to_do(damage: Damage, copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name=damage.name)
     steps = states(copied.run)
     damage.harm(copied.run)
     said = refusal(copied)
@@ -327,7 +329,8 @@ def test_an_older_state_that_is_named_does(damage: Damage, copied: Project) -> N
 
 
 @pytest.mark.parametrize("damage", [d for d in DAMAGES if not d.refused], ids=lambda damage: damage.name)
-def test_what_is_no_damage_is_gone_on_with(damage: Damage, copied: Project) -> None:
+def test_what_is_no_damage_is_gone_on_with(damage: Damage, copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name=damage.name)
     damage.harm(copied.run)
     assert refusal(copied) == ""
     goes_on(copied)
@@ -341,7 +344,8 @@ def test_an_older_ledger_and_a_deleted_checkpoint_are_survived_from_older_states
         goes_on(project, "--from", str(step))
 
 
-def test_a_flipped_bit_of_the_weights_is_refused_by_the_trainer(copied: Project) -> None:
+def test_a_flipped_bit_of_the_weights_is_refused_by_the_trainer(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="a flipped bit in the weights")
     flip(newest(copied.run) / "weights.safetensors")
     done = copied.headrace("train", "config.toml", "--resume")
     assert done.returncode == 2
@@ -349,20 +353,23 @@ def test_a_flipped_bit_of_the_weights_is_refused_by_the_trainer(copied: Project)
     assert "--from STEP" in done.stderr
 
 
-def test_the_ledger_of_another_run_is_refused(copied: Project, other: Project) -> None:
+def test_the_ledger_of_another_run_is_refused(copied: Project, other: Project, trial: Trial) -> None:
+    trial("resume-damages", name="the ledger of another run")
     no_ledger(copied.run)
     for file in other.run.glob("ledger.sqlite*"):
         shutil.copy(file, copied.run)
     assert "resumed from what its files agree on" in refusal(copied)
 
 
-def test_a_configuration_that_was_changed_in_both_places_is_refused(copied: Project) -> None:
+def test_a_configuration_that_was_changed_in_both_places_is_refused(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="another bound in config.toml")
     for file in (copied.run / "config.toml", copied.path / "config.toml"):
         file.write_text(file.read_text().replace("max_staleness = 2", "max_staleness = 5"))
     assert "buffer.max_staleness: 2 became 5" in refusal(copied)
 
 
-def test_a_run_killed_while_it_started_begins_anew(copied: Project) -> None:
+def test_a_run_killed_while_it_started_begins_anew(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="all is gone but what a start leaves")
     for path in copied.run.iterdir():
         if path.name not in ("config.toml", ".headrace.lock", "logs"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from outcomes import ALL, NOBODY, RECORDS, REPLAY, Outcome, Outcomes, audited
+from outcomes import ALL, NOBODY, RECORDS, REPLAY, audited
 from planted import PLANTED, Planted, planted_run
 
 QUICK = (
@@ -33,10 +34,12 @@ def test_a_run_with_the_settings_for_bugs_and_none_planted_passes(tmp_path: Path
     "bug",
     [pytest.param(bug, id=bug.name, marks=[] if bug.name in QUICK else pytest.mark.full) for bug in PLANTED],
 )
-def test_a_bug_planted_in_a_writer_is_found(bug: Planted, tmp_path: Path, small_model: Path, bugged: Outcomes):
+def test_a_bug_planted_in_a_writer_is_found(
+    bug: Planted, tmp_path: Path, small_model: Path, trial: Callable[..., None]
+):
     run = planted_run(tmp_path, small_model, bug)
     how, what = RECORDS, audited(run)
     if not what:
         how, what = REPLAY, audited(run, ALL)
-    bugged.add(Outcome(bug.name, True, how if what else NOBODY, what))
+    trial("planted-bugs", name=bug.name, found_by=how if what else NOBODY, what=what[:300])
     assert what or bug.unseeable
