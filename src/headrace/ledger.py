@@ -231,7 +231,8 @@ class Ledger:
                 db.execute("UPDATE versions SET orphaned = 1 WHERE number = ?", (number,))
         db.execute(
             "UPDATE episodes SET state = 'dropped', reason = ? WHERE state = 'trained'"
-            " AND produced IN (SELECT number FROM versions WHERE orphaned = 1)",
+            # Also where the version's own row is lost.
+            " AND produced NOT IN (SELECT number FROM versions WHERE orphaned = 0)",
             (ORPHANED,),
         )
         if lost is not None:

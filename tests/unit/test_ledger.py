@@ -89,6 +89,16 @@ def test_what_was_trained_into_lost_weights_is_orphaned():
     assert ledger.lineage(1) == {0, 1}
 
 
+def test_what_was_trained_into_a_version_whose_row_is_lost_is_orphaned():
+    ledger = Ledger(":memory:")
+    run_session(ledger, one_step)
+    ledger.apply([("DELETE FROM versions WHERE number = ?", (1,))])
+    ledger.recover(0, "", Lost(versions=2, sequences=2, sessions=2, group_size=3))
+    assert ledger.sums()["trained"] == 0
+    assert ledger.sums()["dropped"] == {LOST_IN_CRASH: 1, ORPHANED: 2, "scorer_error": 1}
+    assert ledger.query("SELECT number, orphaned FROM versions") == [(0, 0), (1, 1)]
+
+
 def test_an_episode_is_trained_once():
     async def twice(journal):
         journal.admit("g0", 0, "t", 0, ["a"])

@@ -188,7 +188,7 @@ class _Rules:
             yield Violation(
                 LEDGER, row.id, f"trained {row.times} times of {self._epochs}, into version {row.produced}"
             )
-        if row.trained_at != version.parent or version.session != row.session:
+        if not version.was_lost and (row.trained_at != version.parent or version.session != row.session):
             what = f"trained at version {row.trained_at} in session {row.session}"
             made = f"version {version.number} was made from {version.parent} in session {version.session}"
             yield Violation(LEDGER, row.id, f"{what}; {made}")
@@ -219,6 +219,8 @@ def check_batches(evidence: Evidence, tree: Tree) -> Iterator[Violation]:
         )
     )
     for version in tree.versions.values():
+        if version.was_lost:
+            continue
         found = groups.get(version.number, 0)
         expected = size if tree.is_trained(version) else 0
         if found != expected:

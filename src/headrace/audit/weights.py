@@ -63,17 +63,13 @@ def digest_of_kept(file: Path, dtype: str) -> int | str:
 
 
 def _check_checkpoints(evidence: Evidence, tree: Tree, folder: RunFolder, findings: Findings) -> None:
-    rows = evidence.ledger.rows(
-        "SELECT c.version, c.step, c.digest, v.step, v.orphaned FROM checkpoints c"
-        " LEFT JOIN versions v ON v.number = c.version"
-    )
     known: dict[str, tuple[int, int]] = {}
-    for version, step, digest, in_tree, _ in rows:
+    for version, step, digest in evidence.ledger.rows("SELECT version, step, digest FROM checkpoints"):
         known[digest] = version, step
-        if in_tree != step:
-            findings.add(
-                LEDGER, f"version {version}", f"checkpointed at step {step}, in the ledger of step {in_tree}"
-            )
+        row = tree.versions.get(version)
+        if row is None or (row.step != step and not row.was_lost):
+            has = "no such version" if row is None else f"it at step {row.step}"
+            findings.add(LEDGER, f"version {version}", f"checkpointed at step {step}, and the ledger has {has}")
     newest = max((version for version, _ in known.values()), default=-1)
     alive = [step for version, step in known.values() if version in tree.surviving]
     if alive and not (folder.checkpoints / f"step-{max(alive):06d}").is_dir():

@@ -91,9 +91,23 @@ def test_steps_are_timed_with_a_publication_after_each_and_without(work: steps.W
     assert row["tokens_in_batch"] == 2 * 4 * 25
     assert row["steps_of_each"] == 2 * 3
     assert figures == {"step_time_ratio_cpu": row["ratio"]}
-    assert row["ratio_of_medians"] == row["step_ms_with"] / row["step_ms_without"]
-    assert 0.3 < row["ratio"] < 3
+    assert row["ratio"] > 0
     assert row["sync_ms"] > row["pause_ms_max"] > 0
+
+
+def test_steps_with_a_publication_are_compared_with_those_beside_them() -> None:
+    # The machine is slower during the second pair of blocks, and something else disturbs a step of the third.
+    pairs = [
+        ([1.0, 1.0, 1.0], [1.1, 1.1, 1.1]),
+        ([4.0, 4.0, 4.0], [4.8, 4.8, 4.8]),
+        ([1.0, 1.0, 9.0], [1.3, 1.3, 1.3]),
+    ]
+    assert steps.compared(pairs) == {
+        "step_ms_without": 1000.0,
+        "step_ms_with": 1300.0,
+        "ratio": pytest.approx(1.2),
+        "ratio_of_medians": pytest.approx(1.3),
+    }
 
 
 # ── The frame ────────────────────────────────────────────────────────────────────────────────────────────

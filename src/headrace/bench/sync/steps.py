@@ -14,7 +14,7 @@ import itertools
 import statistics
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,30 +122,41 @@ async def _measure(work: Work, device: str, seed: int) -> dict[str, Any]:
         for publishing in (False, True):
             await block(publishing)
         published.clear()
-        spent: dict[bool, list[float]] = {False: [], True: []}
-        ratios: list[float] = []
+        pairs: list[Pair] = []
         for index in range(work.blocks):
             both = {publishing: await block(publishing) for publishing in ((False, True), (True, False))[index % 2]}
-            ratios.append(statistics.median(both[True]) / statistics.median(both[False]))
-            for publishing, seconds in both.items():
-                spent[publishing] += seconds
+            pairs.append((both[False], both[True]))
         usage = await engine.usage()
         await ended(load)
-    without, with_sync = (statistics.median(spent[publishing]) for publishing in (False, True))
     return {
         "part": "steps",
         "shape": work.shape,
         "device": device,
         "tokens_in_batch": work.groups * work.group_size * (work.prompt + work.completion),
         "generating": usage.running,
-        "steps_of_each": len(spent[True]),
+        "steps_of_each": work.blocks * work.steps,
         "published": len(published),
+        **compared(pairs),
+        "sync_ms": 1e3 * statistics.median(one.seconds for one in published),
+        "pause_ms_max": 1e3 * max(one.pause_s for one in published),
+    }
+
+
+Pair = tuple[list[float], list[float]]
+"""Seconds of the steps of two blocks next to each other: without publications, and with them."""
+
+
+def compared(pairs: Sequence[Pair]) -> dict[str, float]:
+    """The typical step of each kind, and how much longer one with a publication takes."""
+    without, with_sync = (
+        statistics.median(itertools.chain.from_iterable(kind)) for kind in zip(*pairs, strict=True)
+    )
+    ratios = [statistics.median(with_) / statistics.median(without_) for without_, with_ in pairs]
+    return {
         "step_ms_without": 1e3 * without,
         "step_ms_with": 1e3 * with_sync,
         "ratio": statistics.median(ratios),
         "ratio_of_medians": with_sync / without,
-        "sync_ms": 1e3 * statistics.median(one.seconds for one in published),
-        "pause_ms_max": 1e3 * max(one.pause_s for one in published),
     }
 
 
