@@ -1,0 +1,112 @@
+"""From what a user gives (a file, a run's folder, tables or an object of Python) to a run's folder and configuration."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from headrace.config.load import config_of, config_of_table, read_toml, table_of
+from headrace.config.run import RunConfig
+from headrace.definitions import Definitions
+from headrace.errors import ConfigError, short
+from headrace.orchestration.folder import config_to_resume
+from headrace.telemetry.folder import RunFolder
+
+Given = RunConfig | Mapping[str, Any] | str | Path
+"""A configuration, the path of its file or, to resume, the run's folder."""
+
+
+class Opened(NamedTuple):
+    run: RunFolder
+    """Looked at only where it is resumed, and not held yet."""
+    config: RunConfig
+    file: Mapping[str, Any] | None = None
+    """The tables of the configuration file, if there was one."""
+
+
+def open_run(
+    given: Given | None, sets: Sequence[str] = (), run: str | Path | None = None, *, resume: bool
+) -> Opened:
+    """What is asked for. A resumed run's configuration is its own, under what was edited in the file since, what is
+    given in Python, and `sets`. Nothing that the configuration points at has been looked at."""
+    if given is None:
+        if run is None or not resume:
+            raise ConfigError(
+                "a run has a configuration", None, "give one; to go on with a run, its folder and resume=True"
+            )
+        given = run
+    if isinstance(given, str | Path):
+        path = Path(given)
+        return _of_folder(path, sets, run, resume) if path.is_dir() else _of_file(path, sets, run, resume)
+    config = config_of(given, sets)
+    place = RunFolder(run or Path("runs") / (config.name or "run"))
+    if resume and place.exists() and isinstance(given, Mapping):
+        config = config_to_resume(place, table_of(given), sets, "in Python", before={})
+    return Opened(place, config)
+
+
+def _of_folder(path: Path, sets: Sequence[str], run: str | Path | None, resume: bool) -> Opened:
+    place = RunFolder(path)
+    if not resume:
+        there = "this folder has a run" if place.exists() else "this is a folder"
+        raise ConfigError(
+            f"a run begins with a configuration file, and {there}",
+            str(path),
+            f"go on with a run by its folder: headrace train --resume {path}",
+        )
+    if run is not None and Path(run).resolve() != path.resolve():
+        raise ConfigError("a run is resumed in its own folder", str(run), "leave --run out")
+    return Opened(place, config_to_resume(place.require(), None, sets))
+
+
+def _of_file(path: Path, sets: Sequence[str], run: str | Path | None, resume: bool) -> Opened:
+    table = read_toml(path)
+    config = config_of_table(table, sets, short(path))
+    place = RunFolder(run or Path("runs") / (config.name or path.stem))
+    if resume and place.exists():
+        before = read_toml(place.given) if place.given.is_file() else {}
+        config = config_to_resume(place, table, sets, short(path), before=before)
+    return Opened(place, config, table)
+
+
+# ── Users' code in Python ────────────────────────────────────────────────────────────────────────────────
+
+
+def definitions_for(given: Given | None, run: str | Path | None) -> Definitions:
+    """For references that are equal in every session that uses this folder."""
+    name = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
+    if isinstance(given, str | Path):
+        name = Path(given).stem
+        run = given if run is None and Path(given).is_dir() else run
+    folder = Path(run or Path("runs") / str(name or "run")).absolute()
+    here = Path.cwd()
+    return Definitions(folder.relative_to(here) if folder.is_relative_to(here) else folder)
+
+
+def with_references(given: Mapping[str, Any], definitions: Definitions) -> dict[str, Any]:
+    """The same tables, where a class or function that stands as a `source` has become a reference."""
+    table = dict(given)
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            table[key] = with_references(value, definitions)
+        elif key == "source" and callable(value):
+            table[key] = definitions.reference(value)
+    return table
+
+
+def with_source(config: RunConfig, room: str, source: str) -> RunConfig:
+    return msgspec.structs.replace(config, **{room: msgspec.structs.replace(getattr(config, room), source=source)})
+
+
+def refuse_windows() -> None:
+    """Raise ConfigError where the system has not what the processes of a run are made of."""
+    if sys.platform == "win32":
+        raise ConfigError(
+            "a run needs Linux or macOS: its processes hand each other sockets and signals that Windows has not",
+            sys.platform,
+            "use the Windows Subsystem for Linux (WSL 2); audit, show and report work here too",
+        )
