@@ -182,7 +182,8 @@ class _Gathered:
             self._parts.append(f"{name} = _re.compile({value.pattern!r}, {value.flags})\n")
         elif (source := self._assignment(name)) is not None:
             self._add(source)
-        elif getattr(builtins, name, None) is not value:
+        elif not hasattr(builtins, name) or any(name in _bound(one) for one, _ in _statements(self._cells)):
+            # IPython has an `open` of its own; a worker has Python's.
             self._refuse(name, value)
 
     def _refuse(self, name: str, value: Any) -> NoReturn:

@@ -91,8 +91,8 @@ def train(
     the script that calls this (under `if __name__ == "__main__":`), or of a notebook's cells. The run's folder is
     `run`, or else runs/NAME.
 
-    `resume` goes on from the last checkpoint, or from that of `from_step`, 0 being the model the run began with; the
-    folder alone is enough then: `train("runs/mine", resume=True)`. `overwrite` removes a run that is already there.
+    `resume` goes on from the last checkpoint, or from that of `from_step`, 0 being the model the run began with;
+    the folder alone is enough then: `train("runs/mine", resume=True)`. `overwrite` removes a run that is there.
     Ctrl-C, or a notebook's interrupt, ends the run in order; `summary["finished"]` is false then. `folder` is the
     older name of `run`.
     """

@@ -1,4 +1,4 @@
-"""From what a user gives (a file, a run's folder, tables or an object of Python) to a run's folder and configuration."""
+"""From what a user gives (a file, a run's folder, an object of Python) to a run's folder and configuration."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def execute_beside(run: Stoppable[Outcome]) -> Outcome:
 
 @contextmanager
 def _signals_to(stop: Callable[[], None]) -> Iterator[list[int]]:
-    """The signals that were heard. Python delivers them to the main thread alone, and lets no other ask for them."""
+    """The signals that were heard. Python gives them to the main thread, and no other thread can ask for them."""
     heard: list[int] = []
 
     def hear(number: int, frame: object) -> None:
