@@ -103,6 +103,26 @@ def show(
 
 
 @app.command()
+def report(run: Run, json: Json = False) -> None:
+    """Draw a run's report.png again, and say where it is."""
+    from headrace.cli.report import command
+
+    command(run, json=json)
+
+
+@app.command()
+def config(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="A run's configuration.")],
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Print the configuration that a run would begin with, and where each value comes from."""
+    from headrace.cli.config import command
+
+    command(config, sets or [], json=json)
+
+
+@app.command()
 def doctor(json: Json = False) -> None:
     """Say what this machine can run, and what is missing."""
     from headrace.cli.doctor import command
