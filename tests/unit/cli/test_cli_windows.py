@@ -10,7 +10,7 @@ from pathlib import Path
 AS_ON_WINDOWS = """
 import asyncio, asyncio.unix_events, ctypes, importlib, multiprocessing.connection, os, signal, subprocess, sys
 import click._termui_impl, click.testing, rich.console, rich.progress, typer, typer.main, psutil, pathlib, tempfile
-import numpy, xxhash, msgspec, tokenizers, safetensors.numpy, jinja2, sqlite3, platform, shutil, selectors, threading
+import numpy, xxhash, msgspec, tokenizers, safetensors.numpy, jinja2, sqlite3, platform, shutil, selectors
 import matplotlib.pyplot, PIL.Image, logging.handlers
 
 for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty"):
