@@ -49,7 +49,7 @@ from headrace.orchestration.opening import (
 )
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
-from headrace.orchestration.stopping import SIGNALS, execute_beside
+from headrace.orchestration.stopping import SIGNALS, execute_beside, handlers_restored
 from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
@@ -136,7 +136,8 @@ def run(
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(execution.execute())
+        with handlers_restored():
+            return asyncio.run(execution.execute())
     return execute_beside(execution)
 
 

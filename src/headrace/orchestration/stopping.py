@@ -51,12 +51,21 @@ def _signals_to(stop: Callable[[], None]) -> Iterator[list[int]]:
         heard.append(number)
         stop()
 
+    with handlers_restored() as may_hear:
+        for number in SIGNALS if may_hear else ():
+            signal.signal(number, hear)
+        yield heard
+
+
+@contextmanager
+def handlers_restored() -> Iterator[bool]:
+    """The caller's own handlers are there again afterwards. Whether this thread may set any."""
     if threading.current_thread() is not threading.main_thread():
-        yield heard
+        yield False
         return
-    before = [(number, signal.signal(number, hear)) for number in SIGNALS]
+    before = [(number, signal.getsignal(number)) for number in SIGNALS]
     try:
-        yield heard
+        yield True
     finally:
         for number, handler in before:
             # None is a handler that was not set from Python, and cannot be set again.
