@@ -126,7 +126,7 @@ class RunConfig(Config):
 
     def __post_init__(self) -> None:
         """Tables may be given where objects belong: `RunConfig(model={"path": …}, …)`."""
-        if all(isinstance(getattr(self, name), Config) for name in _SECTIONS):
+        if not any(isinstance(getattr(self, name), Mapping | list) for name in _SECTIONS):
             return
         whole = RunConfig.from_dict({name: getattr(self, name) for name in self.__struct_fields__})
         for name in self.__struct_fields__:

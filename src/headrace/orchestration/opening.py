@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from headrace.config.load import config_of, config_of_table, read_toml, table_of
+from headrace.config.overrides import apply_overrides
 from headrace.config.run import RunConfig
 from headrace.definitions import Definitions
 from headrace.errors import ConfigError, short
@@ -42,11 +43,19 @@ def open_run(
     if isinstance(given, str | Path):
         path = Path(given)
         return _of_folder(path, sets, run, resume) if path.is_dir() else _of_file(path, sets, run, resume)
+    if isinstance(given, Mapping):
+        table = table_of(given)
+        place = _place(run, table, sets, "run")
+        if resume and place.exists():
+            return Opened(place, config_to_resume(place, table, sets, "in Python"))
     config = config_of(given, sets)
-    place = RunFolder(run or Path("runs") / (config.name or "run"))
-    if resume and place.exists() and isinstance(given, Mapping):
-        config = config_to_resume(place, table_of(given), sets, "in Python", before={})
-    return Opened(place, config)
+    return Opened(RunFolder(run or Path("runs") / (config.name or "run")), config)
+
+
+def _place(run: str | Path | None, table: Mapping[str, Any], sets: Sequence[str], otherwise: str) -> RunFolder:
+    """The run's folder, before the rest of its configuration is known: what is resumed need not say all of it."""
+    name = apply_overrides(table, sets).get("name")
+    return RunFolder(run or Path("runs") / (name if isinstance(name, str) and name else otherwise))
 
 
 def _of_folder(path: Path, sets: Sequence[str], run: str | Path | None, resume: bool) -> Opened:
@@ -65,12 +74,11 @@ def _of_folder(path: Path, sets: Sequence[str], run: str | Path | None, resume: 
 
 def _of_file(path: Path, sets: Sequence[str], run: str | Path | None, resume: bool) -> Opened:
     table = read_toml(path)
-    config = config_of_table(table, sets, short(path))
-    place = RunFolder(run or Path("runs") / (config.name or path.stem))
+    place = _place(run, table, sets, path.stem)
     if resume and place.exists():
         before = read_toml(place.given) if place.given.is_file() else {}
-        config = config_to_resume(place, table, sets, short(path), before=before)
-    return Opened(place, config, table)
+        return Opened(place, config_to_resume(place, table, sets, short(path), before=before), table)
+    return Opened(place, config_of_table(table, sets, short(path)), table)
 
 
 # ── Users' code in Python ────────────────────────────────────────────────────────────────────────────────
@@ -93,6 +101,8 @@ def with_references(given: Mapping[str, Any], definitions: Definitions) -> dict[
     for key, value in table.items():
         if isinstance(value, Mapping):
             table[key] = with_references(value, definitions)
+        elif isinstance(value, list | tuple):
+            table[key] = [with_references(one, definitions) if isinstance(one, Mapping) else one for one in value]
         elif key == "source" and callable(value):
             table[key] = definitions.reference(value)
     return table
