@@ -28,7 +28,7 @@ def command(
 ) -> None:
     refuse_windows()
     with only_json(json):
-        run, config, table = open_run(file, sets, folder, resume=resume)
+        run, config, _, table = open_run(file, sets, folder, resume=resume)
         check_outside(config)
         config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step, file=table)
         try:

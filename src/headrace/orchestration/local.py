@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -39,14 +39,7 @@ from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare, write_whole
-from headrace.orchestration.opening import (
-    Given,
-    definitions_for,
-    open_run,
-    refuse_windows,
-    with_references,
-    with_source,
-)
+from headrace.orchestration.opening import Given, open_run, refuse_windows, with_source
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
 from headrace.orchestration.stopping import SIGNALS, execute_beside, handlers_restored
@@ -103,11 +96,7 @@ def train(
             os.environ[CHILD],
             "put the call there",
         )
-    run = run or folder
-    definitions = definitions_for(config, run)
-    if isinstance(config, Mapping):
-        config = with_references(config, definitions)
-    place, chosen, file = open_run(config, run=run, resume=resume)
+    place, chosen, definitions, file = open_run(config, run=run or folder, resume=resume)
     for room, thing in (("environment", environment), ("scorer", scorer)):
         if thing is not None:
             chosen = with_source(chosen, room, definitions.reference(thing))

@@ -25,6 +25,8 @@ class Opened(NamedTuple):
     run: RunFolder
     """Looked at only where it is resumed, and not held yet."""
     config: RunConfig
+    definitions: Definitions
+    """Of the code that was given as classes and functions, and for more of it."""
     file: Mapping[str, Any] | None = None
     """The tables of the configuration file, if there was one."""
 
@@ -44,12 +46,15 @@ def open_run(
         path = Path(given)
         return _of_folder(path, sets, run, resume) if path.is_dir() else _of_file(path, sets, run, resume)
     if isinstance(given, Mapping):
-        table = table_of(given)
-        place = _place(run, table, sets, "run")
+        place = _place(run, given, sets, "run")
+        definitions = _definitions(place)
+        table = table_of(with_references(given, definitions))
         if resume and place.exists():
-            return Opened(place, config_to_resume(place, table, sets, "in Python"))
+            return Opened(place, config_to_resume(place, table, sets, "in Python"), definitions)
+        return Opened(place, config_of(table, sets), definitions)
     config = config_of(given, sets)
-    return Opened(RunFolder(run or Path("runs") / (config.name or "run")), config)
+    place = RunFolder(run or Path("runs") / (config.name or "run"))
+    return Opened(place, config, _definitions(place))
 
 
 def _place(run: str | Path | None, table: Mapping[str, Any], sets: Sequence[str], otherwise: str) -> RunFolder:
@@ -69,7 +74,7 @@ def _of_folder(path: Path, sets: Sequence[str], run: str | Path | None, resume: 
         )
     if run is not None and Path(run).resolve() != path.resolve():
         raise ConfigError("a run is resumed in its own folder", str(run), "leave --run out")
-    return Opened(place, config_to_resume(place.require(), None, sets))
+    return Opened(place, config_to_resume(place.require(), None, sets), _definitions(place))
 
 
 def _of_file(path: Path, sets: Sequence[str], run: str | Path | None, resume: bool) -> Opened:
@@ -77,21 +82,18 @@ def _of_file(path: Path, sets: Sequence[str], run: str | Path | None, resume: bo
     place = _place(run, table, sets, path.stem)
     if resume and place.exists():
         before = read_toml(place.given) if place.given.is_file() else {}
-        return Opened(place, config_to_resume(place, table, sets, short(path), before=before), table)
-    return Opened(place, config_of_table(table, sets, short(path)), table)
+        config = config_to_resume(place, table, sets, short(path), before=before)
+    else:
+        config = config_of_table(table, sets, short(path))
+    return Opened(place, config, _definitions(place), table)
 
 
 # ── Users' code in Python ────────────────────────────────────────────────────────────────────────────────
 
 
-def definitions_for(given: Given | None, run: str | Path | None) -> Definitions:
-    """For references that are equal in every session that uses this folder."""
-    name = given.get("name") if isinstance(given, Mapping) else getattr(given, "name", None)
-    if isinstance(given, str | Path):
-        name = Path(given).stem
-        run = given if run is None and Path(given).is_dir() else run
-    folder = Path(run or Path("runs") / str(name or "run")).absolute()
-    here = Path.cwd()
+def _definitions(run: RunFolder) -> Definitions:
+    """The references into this folder are equal, however it is named."""
+    folder, here = run.path.absolute(), Path.cwd()
     return Definitions(folder.relative_to(here) if folder.is_relative_to(here) else folder)
 
 

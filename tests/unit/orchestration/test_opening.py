@@ -11,7 +11,7 @@ from headrace.config.dump import dump_config
 from headrace.config.run import RunConfig
 from headrace.definitions import Definitions
 from headrace.errors import ConfigError
-from headrace.orchestration.opening import definitions_for, open_run, with_references
+from headrace.orchestration.opening import open_run, with_references
 from headrace.scoring.rules import ExactMatch
 
 TABLES: dict[str, Any] = {"model": {"path": "m"}, "tasks": {"type": "jsonl", "path": "t"}, "training": {"steps": 7}}
@@ -74,14 +74,13 @@ def test_classes_and_functions_in_tables_become_references_wherever_a_source_sta
     }
 
 
-def test_references_into_a_runs_folder_are_equal_however_it_is_named(begun: Path) -> None:
-    named = [
-        definitions_for(None, "runs/run"),
-        definitions_for("runs/run", None),
-        definitions_for(None, begun.absolute()),
-        definitions_for(TABLES, None),
-    ]
-    assert {one.folder for one in named} == {begun}
-    assert definitions_for({**TABLES, "name": "n"}, None).folder == Path("runs/n")
-    assert definitions_for("mine.toml", None).folder == Path("runs/mine")
-    assert definitions_for(None, "/elsewhere/run").folder == Path("/elsewhere/run")
+def test_code_goes_to_the_folder_of_the_run_however_that_is_named(begun: Path) -> None:
+    Path("mine.toml").write_text('name = "n"\nmodel.path = "m"\ntasks = { type = "jsonl", path = "t" }\n')
+    for given, run, resume, wanted in (
+        (None, "runs/run", True, "runs/run"),
+        (begun.absolute(), None, True, "runs/run"),
+        (TABLES, begun.absolute(), False, "runs/run"),
+        ("mine.toml", None, False, "runs/n"),
+        (TABLES, "/elsewhere/run", False, "/elsewhere/run"),
+    ):
+        assert str(open_run(given, run=run, resume=resume).definitions.folder) == wanted
