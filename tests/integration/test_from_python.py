@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 
-import pytest
 from integration_project import Project, wait_until
 
 IN_A_LOOP = """
@@ -34,12 +33,11 @@ def start(project: Project, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=project.path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_in_order_whose_caller_has_a_loop_and_it_goes_on(project: Project, number: int) -> None:
+def test_ctrl_c_ends_a_run_in_order_whose_caller_has_a_loop_and_it_goes_on(project: Project) -> None:
     run = start(project, "2000")
     wait_until(lambda: project.steps_done() >= 3, 60, "three steps")
-    run.send_signal(number)
-    out, err = run.communicate(timeout=60)
+    run.send_signal(signal.SIGINT)
+    out, err = run.communicate(timeout=120)
     assert run.returncode == 0, err
     assert "stopping after this step" in err
     done = json.loads((project.run / "summary.json").read_text())["steps"]
@@ -48,7 +46,7 @@ def test_a_signal_ends_a_run_in_order_whose_caller_has_a_loop_and_it_goes_on(pro
     assert (project.run / "checkpoints" / f"step-{done:06d}" / "state.json").exists()
     assert project.children() == {}
 
-    out, err = start(project, str(done + 2), "resume").communicate(timeout=60)
+    out, err = start(project, str(done + 2), "resume").communicate(timeout=120)
     assert out == f"ended {done + 2} True\n", err
     assert project.audit()["ok"]
 
@@ -58,7 +56,7 @@ def test_a_second_signal_ends_such_a_run_at_once(project: Project) -> None:
     run = start(project, "2000")
     wait_until(lambda: "engine-0" in project.children(), 60, "an engine")
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=120)
     assert (out, run.returncode) == ("", -signal.SIGINT), err
     assert err.rstrip().endswith("KeyboardInterrupt")
     assert project.children() == {}
@@ -116,7 +114,7 @@ def test_a_notebooks_run_uses_its_cells_is_interrupted_and_goes_on(project: Proj
     run = notebook(project, f"found = {train})", "print('next cell', found['finished'])")
     wait_until(lambda: project.steps_done() >= 3, 60, "three steps")
     run.send_signal(signal.SIGINT)
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=120)
     assert (out, run.returncode) == ("next cell False\n", 0), err
     done = project.steps_done()
     assert sorted(path.name.partition("_")[0] for path in (project.run / "interactive").iterdir()) == [
@@ -132,7 +130,7 @@ def test_a_notebooks_run_uses_its_cells_is_interrupted_and_goes_on(project: Proj
     # In a kernel that was started anew; then by the folder alone, from the command line.
     more = f"config['training']['steps'] = {done + 2}"
     run = notebook(project, more, f"found = {train}, resume=True)", "print(found['steps'], found['finished'])")
-    out, err = run.communicate(timeout=60)
+    out, err = run.communicate(timeout=120)
     assert out == f"{done + 2} True\n", err
     ended = project.headrace("train", "--resume", "runs/config", "--set", f"training.steps={done + 3}", "--json")
     assert json.loads(ended.stdout)["steps"] == done + 3
@@ -143,5 +141,5 @@ def test_a_run_from_python_overwrites_only_when_told(project: Project) -> None:
     short = "config['training']['steps'] = 1"
     train = "headrace.train(config, scorer=Scorer, run='runs/config', progress=False"
     for more, last in (("", "1"), (", overwrite=True", "1"), ("", "a new run begins in a folder of its own")):
-        out, err = notebook(project, short, f"print({train}{more})['steps'])").communicate(timeout=60)
+        out, err = notebook(project, short, f"print({train}{more})['steps'])").communicate(timeout=120)
         assert last in out + err
