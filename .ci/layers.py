@@ -21,6 +21,7 @@ FLOOR = {
     "bounds",
     "clocks",
     "references",
+    "definitions",
     "model_files",
     "chat_template",
     "tokenizer",

@@ -23,6 +23,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from headrace import Attempt, AttemptTurn, Batch, Episode, Group, Task, Turn, WeightVersion
 from headrace.buffer.base import Ticket
 from headrace.buffer.config import BufferConfig
 from headrace.buffer.memory import MemoryBuffer
@@ -30,9 +31,7 @@ from headrace.engine.base import SampleRequest
 from headrace.engine.config import NativeEngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.models import load_model
-from headrace.records import Batch, Episode, Group, Task, Turn, WeightVersion
 from headrace.scoring.advantages import group_advantages
-from headrace.scoring.base import Attempt, AttemptTurn
 from headrace.sync import open_channel, open_receiver, open_sender
 from headrace.tokenizer import Tokenizer
 from headrace.training.config import OptimizerConfig, TrainingConfig

@@ -91,6 +91,25 @@ def test_the_scorer_gives_the_reward_its_docstring_says(text: str, reward: float
     assert score(task, Attempt(turns=[turn])).reward == pytest.approx(reward)
 
 
+def test_the_quickstart_trains_where_there_is_nothing_that_only_linux_has(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No memfd_create, /proc, /dev/shm, prctl, epoll or processor affinity in any process, and no Triton."""
+    log = tmp_path / "log"
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/integration/bare_system"))
+    monkeypatch.setenv("PYTHON_BARE_SYSTEM_LOG", str(log))
+    run = train(checkout, "bare")
+    assert_finished(run, admitted=6 * 8 * 8)
+    audit = json.loads(call(checkout, sys.executable, "-m", "headrace.cli.main", "audit", "runs/bare", "--json"))
+    assert audit["ok"]
+    started = log.read_text()
+    kept = ["trainer", "engine-0", "engine-eval", "environment-1", "scorer-1"]
+    assert [name for name in kept if f"headrace.orchestration.child {name} " not in started] == []
+    assert started.count("bare_system/keeper.py") == len(kept)
+    assert "headrace.cli.main train" in started
+    assert "headrace.cli.main audit" in started
+
+
 def test_a_scorer_of_ones_own_gives_the_rewards_that_are_trained_on(checkout: Path) -> None:
     run = train(checkout, "mine", "scorer.source=examples/my_scorer.py:score")
     assert_finished(run, admitted=6 * 8 * 8)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib import metadata
 from typing import Any
 
@@ -109,13 +110,11 @@ def _verdict(found: dict[str, Any]) -> tuple[list[str], list[str]]:
     else:
         can.append(f"generation and training on the CPU ({found['cpu_cores']} cores)")
         can += [f"generation and training on {device['name']}" for device in found["cuda"]["devices"]]
-    shm = found["shared_memory_gib"]
-    if shm is None:
-        problems.append('there is no /dev/shm, which sync.transport = "shared_memory" needs')
-    else:
-        can.append(f"weight transfer through shared memory ({shm['free']:.1f} GiB free)")
-        if shm["free"] < 0.25:
-            problems.append(f"/dev/shm has only {shm['free'] * 1024:.0f} MiB free (containers: --shm-size)")
+    # The segment is memory without a name, which the size of /dev/shm does not limit, or else a file.
+    through = "memory" if hasattr(os, "memfd_create") else f"a file in {tempfile.gettempdir()}"
+    can.append(f"weight transfer between processes (shared_memory: through {through})")
+    if sys.platform == "win32":
+        can, problems = [], [*problems, "runs need Linux or macOS: use the Windows Subsystem for Linux (WSL 2)"]
     if found["disk_gib"] and found["disk_gib"]["free"] < 1:
         problems.append(f"this folder's disk has only {found['disk_gib']['free'] * 1024:.0f} MiB free")
     return can, problems

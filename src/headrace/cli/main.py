@@ -46,7 +46,9 @@ def _root(
 
 @app.command()
 def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG.toml", help="The run's configuration; to resume, the run's folder.")
+    ],
     sets: Sets = None,
     run: Annotated[Path | None, typer.Option(metavar="DIR", help="The run's folder; runs/NAME otherwise.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run from its last checkpoint.")] = False,
@@ -57,7 +59,7 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove a run that is already there.")] = False,
     json: Json = False,
 ) -> None:
-    """Train a policy as CONFIG.toml says."""
+    """Train a policy as CONFIG.toml says. `headrace train --resume RUN` goes on with a run as it was begun."""
     from headrace.cli.train import command
 
     command(config, sets or [], run, resume=resume, from_step=from_step, overwrite=overwrite, json=json)
@@ -98,6 +100,26 @@ def show(
     if len(chosen) > 1:
         raise typer.BadParameter(f"choose one of --{' and --'.join(chosen)}")
     command(run, chosen[0] if chosen else None, group, step, count, json=json)
+
+
+@app.command()
+def report(run: Run, json: Json = False) -> None:
+    """Draw a run's report.png again, and say where it is."""
+    from headrace.cli.report import command
+
+    command(run, json=json)
+
+
+@app.command()
+def config(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="A run's configuration.")],
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Print the configuration that a run would begin with, and where each value comes from."""
+    from headrace.cli.config import command
+
+    command(config, sets or [], json=json)
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""`headrace train`: from a configuration file to a finished run."""
+"""`headrace train`: from a configuration file, or the folder of a run that goes on, to a finished run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import typer
 
 from headrace.cli.output import console, facts_of, ledger_line, only_json, print_json
-from headrace.config.load import load_config
-from headrace.errors import RunFolderError
+from headrace.config.outside import check_outside
 from headrace.orchestration.folder import prepare
+from headrace.orchestration.opening import open_run, refuse_windows
 from headrace.telemetry.folder import RunFolder
 
 
@@ -26,12 +26,11 @@ def command(
     overwrite: bool,
     json: bool,
 ) -> None:
-    if resume and overwrite:
-        raise RunFolderError("a run is resumed or overwritten, not both", "--resume --overwrite", "leave one out")
+    refuse_windows()
     with only_json(json):
-        config = load_config(file, sets)
-        run = RunFolder(folder or Path("runs") / (config.name or file.stem))
-        config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step)
+        run, config, _, table = open_run(file, sets, folder, resume=resume)
+        check_outside(config)
+        config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step, file=table)
         try:
             from headrace.orchestration.local import run as execute
 
@@ -56,7 +55,11 @@ def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
         ("next", f"{myself()} audit {run.path}"),
         ("", f"{myself()} show {run.path} --best"),
     ]
-    ended = "Finished" if summary.get("finished", True) else "Stopped early (--resume goes on)"
+    ended = (
+        "Finished"
+        if summary.get("finished", True)
+        else f"Stopped early ({myself()} train --resume {run.path} goes on)"
+    )
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
 
 

@@ -1,7 +1,8 @@
-"""What of a configuration a resumed run may change, and what differs between two."""
+"""What of a configuration a resumed run may change, what differs between two, and what was edited since."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from headrace.config.base import Config
@@ -30,3 +31,28 @@ def differences(one: Config, other: Config, prefix: str = "") -> list[tuple[str,
         elif left != right:
             found.append((prefix + name, left, right))
     return found
+
+
+def edited(stored: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a run's stored configuration, with what was edited in its file since: `before` is what the file
+    said when the run began, `now` what it says. What was not edited stays as it is stored, with the overrides that
+    the run was started with."""
+    result = dict(stored)
+    for key in [*now, *(key for key in before if key not in now)]:
+        old, new, held = before.get(key), now.get(key), stored.get(key)
+        if key in before and key in now and old == new:
+            continue
+        if isinstance(held, Mapping) and isinstance(new, Mapping) and _kind(new, held) == held.get("type"):
+            result[key] = edited(held, old if isinstance(old, Mapping) else {}, new)
+        elif key in now:
+            result[key] = new
+        elif isinstance(held, Mapping) and isinstance(old, Mapping) and "type" not in held:
+            result[key] = edited(held, old, {})
+        elif held == old or isinstance(held, Mapping):
+            result.pop(key, None)
+    return result
+
+
+def _kind(table: Mapping[str, Any], held: Mapping[str, Any]) -> Any:
+    """A table that says no type is of the one it had."""
+    return table.get("type", held.get("type"))

@@ -44,7 +44,7 @@ def _table(table: Mapping[str, Any], path: tuple[str, ...], lines: list[str]) ->
     values = {key: value for key, value in table.items() if not isinstance(value, Mapping)}
     if path and (values or not table):
         lines += ["", f"[{'.'.join(map(_key, path))}]"]
-    lines += [f"{_key(key)} = {_value(value, (*path, key))}" for key, value in values.items()]
+    lines += [f"{_key(key)} = {toml_value(value, (*path, key))}" for key, value in values.items()]
     for key, value in table.items():
         if isinstance(value, Mapping):
             _table(value, (*path, key), lines)
@@ -54,7 +54,8 @@ def _key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else _text(key)
 
 
-def _value(value: Any, path: tuple[str, ...]) -> str:
+def toml_value(value: Any, path: tuple[str, ...]) -> str:
+    """The value on one line; `path` is where it stands, for errors."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int):
@@ -66,9 +67,9 @@ def _value(value: Any, path: tuple[str, ...]) -> str:
     if isinstance(value, _TIMES):
         return value.isoformat()
     if isinstance(value, list | tuple):
-        return f"[{', '.join(_value(item, path) for item in value)}]"
+        return f"[{', '.join(toml_value(item, path) for item in value)}]"
     if isinstance(value, Mapping):
-        items = (f"{_key(key)} = {_value(item, (*path, key))}" for key, item in value.items())
+        items = (f"{_key(key)} = {toml_value(item, (*path, key))}" for key, item in value.items())
         return f"{{ {', '.join(items)} }}" if value else "{}"
     raise ConfigError(
         f"{'.'.join(path)} can be written as TOML", value, "use text, numbers, true or false, lists and tables"

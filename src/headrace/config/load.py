@@ -8,6 +8,8 @@ Every step refuses with an InputError, within seconds and without torch.
 from __future__ import annotations
 
 import math
+import numbers
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -38,15 +40,62 @@ def read_config(
     path: str | Path, overrides: Sequence[str] = (), base: Mapping[str, Any] | None = None
 ) -> RunConfig:
     """The same without looking at anything but the file: for the stored configuration of a run."""
-    return _converted(merge(base or {}, read_toml(Path(path))), overrides, short(path))
+    return config_of_table(merge(base or {}, read_toml(Path(path))), overrides, short(path))
+
+
+def config_of(
+    given: RunConfig | Mapping[str, Any] | str | Path,
+    overrides: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """A configuration that Python code gives, checked as a file is: an object, a dict of tables, a file's path."""
+    if isinstance(given, str | Path):
+        return read_config(Path(given), overrides, base)
+    if not isinstance(given, RunConfig | Mapping):
+        raise ConfigError(
+            "a configuration is a headrace.RunConfig, a dict of tables like a file's, or a file's path",
+            type(given).__name__,
+            'for example {"model": {"path": …}, "tasks": {"type": "jsonl", "path": …}}',
+        )
+    return config_of_table(merge(base or {}, table_of(given)), overrides, "in Python")
+
+
+def table_of(node: Config | Mapping[str, Any]) -> dict[str, Any]:
+    """The tables and values of a configuration that Python code gives, as a file has them. Other kinds of numbers
+    become Python's own, and paths texts; what no file could hold stays, and is refused like any wrong value."""
+    if isinstance(node, Config):
+        tag = node.__struct_config__
+        fields = {field.name: (field.default, getattr(node, field.name)) for field in msgspec.structs.fields(node)}
+        table = {name: value for name, (default, value) in fields.items() if (value, default) != (None, None)}
+        node = {tag.tag_field: tag.tag, **table} if tag.tag_field else table
+    return {key: _plain_value(value) for key, value in node.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    if isinstance(value, Config | Mapping):
+        return table_of(value)
+    if isinstance(value, list | tuple):
+        return [_plain_value(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, numbers.Number) and not isinstance(value, bool | int | float):
+        return (
+            int(value)
+            if isinstance(value, numbers.Integral)
+            else float(value)
+            if isinstance(value, numbers.Real)
+            else value
+        )
+    return value
 
 
 def config_of_text(text: str, where: str) -> RunConfig:
     """The configuration in a text that `dump_config` wrote; `where` it stands, for errors."""
-    return _converted(_parsed(text, where), (), where)
+    return config_of_table(_parsed(text, where), (), where)
 
 
-def _converted(filed: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+def config_of_table(filed: dict[str, Any], overrides: Sequence[str], where: str) -> RunConfig:
+    """The configuration of these tables under overrides, checked; `where` they stand, for errors."""
     data = with_default_types(apply_overrides(filed, overrides))
     set_by = {".".join(parse_override(text)[0]): text for text in overrides}
 

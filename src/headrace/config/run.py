@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -123,6 +124,22 @@ class RunConfig(Config):
             return engine
         return msgspec.structs.replace(engine, max_adapters=1, max_adapter_rank=lora.rank)
 
+    def __post_init__(self) -> None:
+        """Tables may be given where objects belong: `RunConfig(model={"path": …}, …)`."""
+        if not any(isinstance(getattr(self, name), Mapping | list) for name in _SECTIONS):
+            return
+        whole = RunConfig.from_dict({name: getattr(self, name) for name in self.__struct_fields__})
+        for name in self.__struct_fields__:
+            msgspec.structs.force_setattr(self, name, getattr(whole, name))
+
+    @classmethod
+    def from_dict(cls, table: Mapping[str, Any], sets: Sequence[str] = ()) -> RunConfig:
+        """The configuration that a file with these tables would give, under overrides like those of `--set`. It is
+        checked in the same way; what it points at, the model say, is looked at when it is trained."""
+        from headrace.config.load import config_of
+
+        return config_of(dict(table), sets)
+
     def check(self) -> None:
         if self.name is not None and (self.name.strip(" .") == "" or any(char in self.name for char in "/\\\0")):
             raise ConfigError("name is that of one folder", self.name, "use letters, digits, - and _")
@@ -219,3 +236,9 @@ class RunConfig(Config):
                 "raise engine.max_adapter_rank, or leave engine.max_adapters out",
             )
         self.served_engine.check()
+
+
+_SECTIONS = tuple(
+    field.name for field in msgspec.structs.fields(RunConfig) if field.required or isinstance(field.default, Config)
+)
+"""The fields that are tables."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-from headrace.config.changes import MAY_CHANGE, forbidden_changes
-from headrace.config.dump import dump_config
-from headrace.config.load import config_of_text, read_config
+from headrace.config.changes import MAY_CHANGE, edited, forbidden_changes
+from headrace.config.dump import dump_config, dump_toml
+from headrace.config.load import config_of_table, config_of_text, read_config, table_of
 from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, RunFolderError
 from headrace.ledger import Ledger
@@ -21,36 +22,69 @@ from headrace.telemetry.folder import RunFolder
 
 
 def prepare(
-    run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool, from_step: int | None = None
+    run: RunFolder,
+    config: RunConfig,
+    *,
+    resume: bool,
+    overwrite: bool,
+    from_step: int | None = None,
+    file: Mapping[str, Any] | None = None,
 ) -> RunConfig:
     """The run's folder, held by this process, with the resolved configuration in it, which is returned. One that is
-    resumed is looked at first: `from_step` as in `inspect_run`."""
+    resumed is looked at first: `from_step` as in `inspect_run`. `file` has the tables of the configuration file,
+    where there is one: by them a later `--resume` sees what was edited since."""
     check_devices(config)
     if from_step is not None and not resume:
         raise ConfigError("--from chooses what --resume goes on from", from_step, "give --resume too")
+    if resume and overwrite:
+        raise RunFolderError("a run is resumed or overwritten, not both", "--resume --overwrite", "leave one out")
     if not resume:
         config = resolved(config)
         run.make(overwrite=overwrite)
-    elif not run.exists():
-        raise RunFolderError(
-            "--resume continues a run that has begun, and this folder holds none",
-            str(run.path),
-            "leave --resume out to begin one, or name the run's folder with --run DIR",
-        )
+    else:
+        _refuse_nothing(run)
     run.hold()
     try:
         config = _take_up(run, config, from_step) if resume else config
         write_whole(run.config, dump_config(config))
+        if file is not None:
+            write_whole(run.given, dump_toml(file))
     except BaseException:
         run.release()
         raise
     return config
 
 
+def _refuse_nothing(run: RunFolder) -> None:
+    if not run.exists():
+        raise RunFolderError(
+            "--resume continues a run that has begun, and this folder holds none",
+            str(run.path),
+            "leave --resume out to begin one, or name the run's folder with --run DIR",
+        )
+
+
+def config_to_resume(
+    run: RunFolder,
+    table: Mapping[str, Any] | None = None,
+    overrides: Sequence[str] = (),
+    where: str = "",
+    *,
+    before: Mapping[str, Any] | None = None,
+) -> RunConfig:
+    """The run's own configuration under `overrides`. Over it comes what in `table`, which stands `where`, is not as
+    it was `before`. Whether a run may change so, `prepare` judges."""
+    _refuse_nothing(run)
+    stored = table_of(stored_config(run))
+    if table is not None:
+        stored = edited(stored, before or {}, table)
+    return config_of_table(stored, overrides, where or str(run.config))
+
+
 def _take_up(run: RunFolder, config: RunConfig, from_step: int | None) -> RunConfig:
     vault = FolderVault(run.path, keep=config.training.keep_checkpoints)
     standing = inspect_run(run, group_size=config.training.group_size, from_step=from_step)
-    stored = _stored_config(run)
+    stored = stored_config(run)
     config = resolved(config, stored)
     refuse_other_run(stored, config)
     step = vault.step_of(standing.checkpoint)
@@ -63,7 +97,7 @@ def _take_up(run: RunFolder, config: RunConfig, from_step: int | None) -> RunCon
     return config
 
 
-def _stored_config(run: RunFolder) -> RunConfig:
+def stored_config(run: RunFolder) -> RunConfig:
     """As the last session began with it. The ledger has it; config.toml is for people to read."""
     if run.ledger.is_file():
         try:

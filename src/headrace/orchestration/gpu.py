@@ -15,7 +15,10 @@ BFLOAT16_SINCE = 8
 
 
 def may_have_gpu() -> bool:
-    """Whether there is one, for all that can be told: only Linux has its answer, and AMD's driver is not asked."""
+    """Whether there is one, for all that can be told: a Mac has none that CUDA runs on, and AMD's driver is not
+    asked."""
+    if sys.platform == "darwin":
+        return False
     return sys.platform != "linux" or Path("/dev/kfd").exists() or _compute_capability() > 0
 
 

@@ -19,7 +19,6 @@ socket, tells it to end everything now.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
 import select
 import signal
@@ -39,8 +38,9 @@ _CLEAR_S = 30.0
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _NOTE, _DIGITS = b"\n[headrace ", 15
 _PIPE_BYTES = 1 << 18
-_LINUX = sys.platform == "linux"
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_LINUX = sys.platform == "linux" and os.path.exists("/proc/self/stat")
+"""Without its /proc, Linux has not what descendants are found by."""
+_IGNORED = ("SIGINT", "SIGTERM", "SIGHUP")
 
 
 # ── The order ────────────────────────────────────────────────────────────────────────────────────────────
@@ -185,6 +185,9 @@ class _Child:
         now = time.monotonic()
         end, look_at, pause = now + _CLEAR_S, now, 0.001
         known: set[int] = set()
+        if not _LINUX:
+            # Those whose parent has ended already are nobody's here, and still of its group.
+            send_signal(self.pid, signal.SIGKILL, group=True)
         while self.reap() and now < end:
             if not _LINUX:
                 send_signal(self.pid, signal.SIGKILL, group=True)
@@ -207,8 +210,8 @@ def _start(command: list[str], output: int) -> _Child:
         return _Child(pid)
     try:
         os.setsid()
-        for number in (*_IGNORED, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
+        for name in (*_IGNORED, "SIGPIPE", "SIGXFSZ", "SIGCHLD"):
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
         if _LINUX:
             # It dies with its keeper, also when it is stopped.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -258,8 +261,8 @@ class _SessionWeights:
 def main() -> None:
     control = int(sys.argv[1])
     os.set_inheritable(control, False)
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
+    for name in _IGNORED:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     if _LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         # Where users' code has stopped its keeper, the controller's end wakes it, and it clears up.
@@ -280,6 +283,8 @@ def main() -> None:
     os.set_blocking(printed, False)
     if _LINUX:
         # A child that prints much waits less often. There is a limit on what one user may have so.
+        import fcntl
+
         try:
             fcntl.fcntl(printed, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         except OSError:

@@ -11,17 +11,14 @@ All of them end with the controller, however it ends.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import shutil
-import signal
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -42,8 +39,10 @@ from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
 from headrace.orchestration.folder import prepare, write_whole
+from headrace.orchestration.opening import Given, open_run, refuse_windows, with_source
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
+from headrace.orchestration.stopping import SIGNALS, execute_beside, handlers_restored
 from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
@@ -67,37 +66,49 @@ they compete for a core, and still all that nobody else wants; where scoring com
 
 
 def train(
-    config: RunConfig,
+    config: Given | None = None,
     *,
     environment: Any = None,
     scorer: Any = None,
-    folder: str | Path | None = None,
+    run: str | Path | None = None,
     resume: bool = False,
     from_step: int | None = None,
+    overwrite: bool = False,
     progress: bool = True,
+    folder: str | Path | None = None,
 ) -> dict[str, Any]:
-    """Execute a run and return its summary. `environment` and `scorer` are classes or functions of a module or
-    script; they stand in for the configuration's own. In a script, call this under `if __name__ == "__main__":`.
+    """Execute a run and return its summary.
 
-    `from_step`, with `resume`, goes on from an older checkpoint than the newest; 0 is the model it began with.
+    `config` is a `RunConfig`, a dict with the tables that a file would have, or a file's path; each is checked in
+    the same way. `environment` and `scorer`, and a `source` in a dict, may be classes or functions: of a module, of
+    the script that calls this (under `if __name__ == "__main__":`), or of a notebook's cells. The run's folder is
+    `run`, or else runs/NAME.
+
+    `resume` goes on from the last checkpoint, or from that of `from_step`, 0 being the model the run began with;
+    the folder alone is enough then: `train("runs/mine", resume=True)`. `overwrite` removes a run that is there.
+    Ctrl-C, or a notebook's interrupt, ends the run in order; `summary["finished"]` is false then. `folder` is the
+    older name of `run`.
     """
+    refuse_windows()
     if CHILD in os.environ:
         raise ConfigError(
             'a script calls headrace.train under `if __name__ == "__main__":`, since workers import the script',
             os.environ[CHILD],
             "put the call there",
         )
-    if environment is not None:
-        config = _replace(config, "environment", _reference(environment))
-    if scorer is not None:
-        config = _replace(config, "scorer", _reference(scorer))
-    check_config(config)
+    place, chosen, definitions, file = open_run(config, run=run or folder, resume=resume)
+    for room, thing in (("environment", environment), ("scorer", scorer)):
+        if thing is not None:
+            chosen = with_source(chosen, room, definitions.reference(thing))
+    check_config(chosen)
     # Not the code it names: the calling script may be its own environment, and is not to be run once more.
-    check_models(config)
-    place = RunFolder(folder or Path("runs") / (config.name or "run"))
-    config = prepare(place, config, resume=resume, overwrite=False, from_step=from_step)
+    check_models(chosen)
+    chosen = prepare(place, chosen, resume=resume, overwrite=overwrite, from_step=from_step, file=file)
     try:
-        return run(config, place.path, resume=resume, from_step=from_step, progress=progress)
+        for path, text in definitions.files.items():
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_whole(path, text)
+        return execute(chosen, place.path, resume=resume, from_step=from_step, progress=progress)
     finally:
         place.release()
 
@@ -110,15 +121,17 @@ def run(
     Where an event loop runs already, as in a notebook, the run gets a thread of its own.
     """
 
-    def execute() -> dict[str, Any]:
-        return asyncio.run(_Run(config, RunFolder(folder), resume, from_step, progress).execute())
-
+    execution = _Run(config, RunFolder(folder), resume, from_step, progress)
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return execute()
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(execute).result()
+        with handlers_restored():
+            return asyncio.run(execution.execute())
+    return execute_beside(execution)
+
+
+execute = run
+"""Where `run` is a folder."""
 
 
 class _Run:
@@ -137,9 +150,16 @@ class _Run:
         self._pipeline: Pipeline | None = None
         """Of the present attempt, once all its parts have started."""
         self._threads = compute_threads(take_turns=config.takes_turns)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._task: asyncio.Task[Any] | None = None
+        self._told_to_stop = False
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
+        self._task = asyncio.current_task()
+        self._loop = asyncio.get_running_loop()
+        if self._told_to_stop:
+            raise asyncio.CancelledError
         while True:
             try:
                 pipeline = await self._attempt()
@@ -174,7 +194,7 @@ class _Run:
             if "descriptor" in self._channel:
                 closing.callback(os.close, self._channel["descriptor"])
             self._pipeline = pipeline = await self._assemble(closing)
-            self._stop_on_signals(pipeline)
+            self._stop_on_signals()
             try:
                 await pipeline.run()
             except Exception:
@@ -392,20 +412,37 @@ class _Run:
 
     # ── Ending ───────────────────────────────────────────────────────────────────────────────────────────
 
-    def _stop_on_signals(self, pipeline: Pipeline) -> None:
-        """The first Ctrl-C ends the run in order, the second at once."""
+    def _stop_on_signals(self) -> None:
+        """The first Ctrl-C ends the run in order, the second at once. Beside another loop, `execute_beside` hears
+        them."""
         if threading.current_thread() is not threading.main_thread():
             return
         loop = asyncio.get_running_loop()
 
         def stop() -> None:
-            print("headrace: stopping after this step, with a checkpoint (again to stop at once)", file=sys.stderr)
-            pipeline.stop()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            self._stop()
+            for number in SIGNALS:
                 loop.remove_signal_handler(number)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             loop.add_signal_handler(number, stop)
+
+    def stop_from_outside(self, *, at_once: bool = False) -> None:
+        """See `Stoppable`."""
+        if self._loop is None:
+            self._told_to_stop = True
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._stop, at_once)
+
+    def _stop(self, at_once: bool = False) -> None:
+        """In order where something runs that can be, and was not told to before."""
+        if self._pipeline is None or self._told_to_stop or at_once:
+            assert self._task is not None
+            self._task.cancel()
+            return
+        self._told_to_stop = True
+        print("headrace: stopping after this step, with a checkpoint (again to stop at once)", file=sys.stderr)
+        self._pipeline.stop()
 
     def _summarise(self, pipeline: Pipeline, seconds: float) -> dict[str, Any]:
         """Also written to summary.json. The ledger's sums are of the whole run; this session began after
@@ -445,23 +482,3 @@ class ThreadStore:
 
     async def apply(self, changes: Sequence[Change]) -> None:
         await asyncio.to_thread(self._ledger.apply, changes)
-
-
-def _replace(config: RunConfig, room: str, source: str) -> RunConfig:
-    return msgspec.structs.replace(config, **{room: msgspec.structs.replace(getattr(config, room), source=source)})
-
-
-def _reference(thing: Any) -> str:
-    """How worker processes find a user's class or function again."""
-    if isinstance(thing, str):
-        return thing
-    name = getattr(thing, "__qualname__", None)
-    if name is None or "<" in name:
-        raise ConfigError(
-            "an environment or scorer is a class or function that worker processes can import",
-            repr(thing),
-            "define it at the top level of a module, and pass it rather than an instance",
-        )
-    if thing.__module__ == "__main__":
-        return f"{Path(inspect.getfile(thing)).absolute()}:{name}"
-    return f"{thing.__module__}:{name}"

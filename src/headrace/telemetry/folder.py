@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -18,6 +17,8 @@ from headrace.errors import RunFolderError
 LOCK = ".headrace.lock"
 OWN = (
     "config.toml",
+    "given.toml",
+    "interactive",
     "metrics*.jsonl",
     "events.jsonl",
     "ledger.sqlite*",
@@ -42,6 +43,8 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.config = self.path / "config.toml"
+        self.given = self.path / "given.toml"
+        """What the configuration file itself says, without --set and defaults."""
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.ledger = self.path / "ledger.sqlite"
@@ -109,6 +112,8 @@ class RunFolder:
 
     def hold(self) -> None:
         """Keep other processes out until `release` or the end of this process."""
+        import fcntl  # not on Windows, where runs are only read
+
         lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

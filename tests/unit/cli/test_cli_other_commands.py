@@ -20,6 +20,7 @@ from folder_builders import LETTERS
 from headrace.audit.findings import Findings, Violation
 from headrace.config.dump import dump_config
 from headrace.config.load import read_config
+from headrace.orchestration.folder import resolved
 from headrace.records import Batch, Episode, Group, Task
 from headrace.telemetry.writer import FolderTelemetry
 
@@ -253,3 +254,45 @@ def test_an_unknown_option_of_a_benchmark_is_refused(headrace: Headrace) -> None
     answer = headrace("bench", "loop", "--set", "stepz=7")
     assert answer.code == 2
     assert "known: steps, buffer" in answer.err
+
+
+# ── report and config ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_report_draws_the_picture_again_and_says_where(run: Path, headrace: Headrace) -> None:
+    answer = headrace("report", run)
+    assert (answer.code, "metrics.jsonl" in answer.err) == (2, True)
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward_mean": 0.5}\n{"step": 2, "reward_mean": 0.75}\n')
+    (run / "report.png").write_text("old")
+    answer = headrace("report", run)
+    assert (answer.code, answer.out) == (0, f"{run}/report.png\n"), answer.err
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads(headrace("report", run, "--json").out) == {"report": f"{run}/report.png"}
+
+
+def test_config_says_where_each_value_comes_from(
+    project: Path, headrace: Headrace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.parent)
+    project.write_text(project.read_text() + '[training]\nsteps = 40\ncorrections = [{ type = "tis" }]\n')
+    sets = ["--set", "training.groups_per_batch=2", "--set", "buffer={type = 'double'}"]
+    answer = headrace("config", "run.toml", *sets, "--json")
+    found = json.loads(answer.out)["values"]
+    wanted = {
+        "seed": (0, "default"),
+        "training.steps": (40, "run.toml"),
+        "training.groups_per_batch": (2, "--set"),
+        "buffer.type": ("double", "--set"),
+        "tasks.type": ("jsonl", "run.toml"),
+        "training.lora": (None, "default"),
+        "engine.dtype": ("float32", "chosen at the start"),
+    }
+    assert {key: (found[key]["value"], found[key]["origin"]) for key in wanted} == wanted
+    assert found["training.corrections"]["value"][0]["type"] == "tis"
+
+    text = headrace("config", "run.toml", *sets).out
+    again = project.parent / "again.toml"
+    again.write_text(text)
+    assert read_config(again) == resolved(read_config(project, sets[1::2]))
+    assert "steps = 40                                          # run.toml\n" in text
+    assert (headrace("config", "run.toml", "--set", "seed=x").code, headrace("config", "no.toml").code) == (2, 2)

@@ -18,6 +18,8 @@ SURFACE = {
     "train": ["config", "--set", "--run", "--resume", "--from", "--overwrite", "--json"],
     "audit": ["run", "--recompute", "--strict", "--json"],
     "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--json"],
+    "report": ["run", "--json"],
+    "config": ["config", "--set", "--json"],
     "doctor": ["--json"],
     "bench": ["name", "--set", "--json"],
 }

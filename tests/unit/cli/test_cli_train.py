@@ -144,6 +144,49 @@ def test_a_run_is_resumed_with_more_steps_but_not_with_another_model(
     assert len(fake_run.calls) == 2
 
 
+def test_a_run_is_resumed_by_its_folder_with_all_that_it_was_begun_with(
+    project: Path, headrace: Headrace, fake_run: FakeRun
+) -> None:
+    sets = ["--set", "seed=3", "--set", "training.steps=20", "--set", "training.optimizer.learning_rate=2e-6"]
+    headrace("train", project, "--run", "runs/mine", *sets)
+    (project.parent / "runs" / "mine" / "ledger.sqlite").touch()
+    answer = headrace("train", "--resume", "runs/mine", "--set", "training.steps=30")
+    assert answer.code == 0, answer.err
+    config, folder, resume, _ = fake_run.calls[-1]
+    assert (folder, resume) == (Path("runs/mine"), True)
+    assert (config.seed, config.training.steps, config.training.optimizer.learning_rate) == (3, 30, 2e-6)
+    answer = headrace("train", "--resume", "runs/mine", "--set", "seed=4")
+    assert (answer.code, "seed: 3 became 4" in answer.err) == (2, True)
+    answer = headrace("train", "runs/mine")
+    assert (answer.code, "headrace train --resume runs/mine" in answer.err) == (2, True)
+    answer = headrace("train", "--resume", "model")
+    assert (answer.code, "holds a config.toml" in answer.err) == (2, True)
+    assert len(fake_run.calls) == 2
+
+
+def test_a_run_is_resumed_by_its_file_with_what_was_edited_since_and_no_override_again(
+    project: Path, headrace: Headrace, fake_run: FakeRun
+) -> None:
+    project.write_text(project.read_text() + "[training]\nsteps = 400\ngroup_size = 16\n")
+    headrace("train", project, "--set", "training.steps=20", "--set", "training.group_size=4", "--set", "seed=3")
+    (project.parent / "runs" / "run" / "ledger.sqlite").touch()
+
+    def resumed(*sets: str) -> tuple[int, int, int]:
+        answer = headrace("train", project, "--resume", *sets)
+        assert answer.code == 0, answer.err
+        config = fake_run.calls[-1][0]
+        return config.seed, config.training.steps, config.training.group_size
+
+    assert resumed() == (3, 20, 4)
+    assert resumed("--set", "training.steps=30") == (3, 30, 4)
+    project.write_text(project.read_text().replace("steps = 400", "steps = 500"))
+    assert resumed() == (3, 500, 4)
+    assert resumed() == (3, 500, 4)
+    project.write_text(project.read_text().replace("group_size = 16", "group_size = 32"))
+    answer = headrace("train", project, "--resume")
+    assert (answer.code, "training.group_size: 4 became 32" in answer.err) == (2, True)
+
+
 def test_a_run_that_dies_exits_with_1_and_says_what_died(
     project: Path, headrace: Headrace, fake_run: FakeRun
 ) -> None:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import datetime
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
+from headrace.config.changes import edited
 from headrace.config.dump import dump_config, dump_toml
-from headrace.config.load import read_config
+from headrace.config.load import config_of, read_config
 from headrace.config.overrides import apply_overrides, parse_override
+from headrace.config.run import RunConfig
 from headrace.errors import ConfigError
 from headrace.rollout.config import JsonlTasks, PythonTasks
 from headrace.training.algorithms import GrpoConfig, PpoConfig
@@ -322,3 +327,77 @@ def test_toml_is_written_as_people_write_it() -> None:
 def test_what_toml_cannot_hold_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"scorer\.options can be written as TOML"):
         dump_toml({"scorer": {"options": None}})
+
+
+# ── From Python ──────────────────────────────────────────────────────────────────────────────────────────
+
+TABLES = {
+    "model": {"path": Path("m")},
+    "tasks": {"type": "jsonl", "path": "t"},
+    "training": {"steps": np.int64(7), "optimizer": {"betas": (0.8, 0.9)}, "lora": None},
+    "buffer": {"max_staleness": 3},
+}
+
+
+def test_tables_of_python_are_read_as_those_of_a_file(file: Path) -> None:
+    sets = ["training.steps=7", "training.optimizer.betas=[0.8, 0.9]", "buffer.max_staleness=3"]
+    wanted = read_config(file, sets)
+    assert RunConfig.from_dict(TABLES) == wanted
+    assert RunConfig(**TABLES) == wanted
+    assert config_of(TABLES) == config_of(wanted) == config_of(str(file), sets) == wanted
+    assert RunConfig.from_dict(TABLES, ["seed=4"]).seed == 4
+
+
+@pytest.mark.parametrize(
+    ("key", "table", "rule", "value"),
+    [
+        ("model", {"pth": "m"}, "a configuration has only known keys", "model.pth"),
+        ("model", "m", "model is a table", "m"),
+        ("training", {"steps": 2.5}, "training.steps is an integer >= 1", 2.5),
+        ("training", {"optimizer": {"eps": {1}}}, "training.optimizer.eps is a number > 0", {1}),
+        ("sync", {"interval": 9}, "at least every buffer.max_staleness + 1 steps", "sync.interval = 9, max_sta"),
+        ("trainig", {}, "a configuration has only known keys", "trainig"),
+    ],
+)
+def test_wrong_tables_of_python_are_refused_as_those_of_a_file(
+    key: str, table: object, rule: str, value: object
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict({**TABLES, key: table})
+    assert rule in caught.value.rule
+    assert str(caught.value.value).startswith(str(value))
+
+
+def test_an_object_with_a_wrong_value_is_refused_before_it_runs(file: Path) -> None:
+    """Its class does not look at types; `headrace.train` does."""
+    wrong = msgspec.structs.replace(read_config(file), seed="x")
+    with pytest.raises(ConfigError, match=r"seed is an integer >= 0"):
+        config_of(wrong)
+    with pytest.raises(ConfigError, match=r"a dict of tables like a file's"):
+        config_of(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "wanted"),
+    [
+        # What an override had changed stays, whatever the file says, while the file says the same.
+        ({"seed": 1}, {"seed": 1}, {"seed": 5}),
+        ({"seed": 1}, {"seed": 2}, {"seed": 2}),
+        ({}, {"seed": 2}, {"seed": 2}),
+        # A key that was taken out has its default again, unless an override has set it since.
+        ({"seed": 5}, {}, {}),
+        ({"seed": 1}, {}, {"seed": 5}),
+        # Within tables.
+        ({"t": {"a": 1}}, {"t": {"a": 1, "b": 8}}, {"seed": 5, "t": {"type": "x", "a": 3, "b": 8}}),
+        ({"t": {"type": "x", "a": 3}}, {"t": {"type": "x"}}, {"seed": 5, "t": {"type": "x"}}),
+        # A table of another type is another table; one that was taken out is gone.
+        ({"t": {"a": 1}}, {"t": {"type": "y", "c": 1}}, {"seed": 5, "t": {"type": "y", "c": 1}}),
+        ({"t": {"type": "x", "a": 1}}, {}, {"seed": 5}),
+    ],
+)
+def test_only_what_was_edited_in_a_file_changes_what_is_stored(
+    before: dict[str, Any], now: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    stored = {"seed": 5, "t": {"type": "x", "a": 3}}
+    untouched = {} if "t" in {**before, **now} else {"t": stored["t"]}
+    assert edited(stored, before, now) == untouched | wanted

@@ -83,6 +83,13 @@ def test_a_gpu_that_is_not_there_is_missed_before_the_folder_is_touched(
     folder.check_devices(given)
 
 
+def test_a_mac_has_no_gpu_that_cuda_runs_on(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(gpu.sys, "platform", "darwin")
+    given = config({"device": "cuda"})
+    with pytest.raises(ConfigError, match=r"needs a GPU"):
+        folder.prepare(RunFolder(tmp_path / "run"), given, resume=False, overwrite=False)
+
+
 def test_a_resumed_run_does_not_end_before_where_it_is(tmp_path) -> None:
     run = RunFolder(tmp_path / "run")
     folder.prepare(run, config(), resume=False, overwrite=False)

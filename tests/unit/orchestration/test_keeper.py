@@ -136,6 +136,38 @@ def test_a_crash_is_noticed_at_once_though_forks_hold_the_socket(tmp_path, monke
     with_child(tmp_path, monkeypatch, "forks", scenario, {"count": 20, "status": 7})
 
 
+KEEPER_ELSEWHERE = """
+import runpy, sys
+sys.platform = "darwin"
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("options", [{"status": 7}, {}])
+def test_where_the_system_is_not_linux_a_childs_group_ends_with_it(tmp_path, monkeypatch, options):
+    """Those that its children adopted away are found by their group; a session of one's own hides there."""
+    runner = tmp_path / "keeper_elsewhere.py"
+    runner.write_text(KEEPER_ELSEWHERE)
+    start = processes.subprocess.Popen
+
+    def elsewhere(command: list[str], **settings: Any) -> Any:
+        return start([*command[:3], str(runner), *command[3:]], **settings)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", elsewhere)
+
+    async def scenario(peer: Peer, mark: str, log: Callable[[], str]) -> None:
+        await until(lambda: "forked" in log())
+        if "status" in options:
+            await asyncio.wait_for(peer.died, 20.0)
+        else:
+            assert len(family(mark)) == 2 + 1
+            await peer.kill()
+        await until(lambda: family(mark) == [], 5.0)
+
+    with_child(tmp_path, monkeypatch, "forks", scenario, {"count": 1, **options})
+
+
 def test_a_child_that_is_stopped_and_has_stopped_its_keeper_is_killed_with_it(tmp_path, monkeypatch):
     async def scenario(peer: Peer, mark: str, log: Callable[[], str]) -> None:
         await until(lambda: [p.status() for p in family(mark)] == [psutil.STATUS_STOPPED] * 2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+import sys
 import weakref
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_ubyte, c_uint64, c_ushort, c_void_p
 from functools import cache
@@ -92,7 +93,9 @@ class _HostRange:
         self.backed = len(self._map)
 
     def release(self) -> None:
-        self._map.madvise(mmap.MADV_DONTNEED)
+        # What macOS does at once on this advice, Linux does on the other.
+        advice = mmap.MADV_DONTNEED if sys.platform == "linux" else getattr(mmap, "MADV_FREE", mmap.MADV_DONTNEED)
+        self._map.madvise(advice)
         self.backed = 0
 
 
