@@ -25,6 +25,7 @@ from integration_project import CONFIG, USER_CODE
 import headrace
 import headrace.orchestration.local as local
 from headrace.cli.main import main
+from headrace.config.advice import advice
 from headrace.config.run import RunConfig
 from headrace.records import Task
 from headrace.rollout.config import EnvironmentConfig
@@ -146,7 +147,9 @@ def tell(mistake: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def _load_as_processes_do(config: RunConfig, folder: Path, **options: Any) -> Any:
-    """What a run's workers do before its first episode."""
+    """What a run says at its start, and what its workers do before its first episode."""
+    for sentence in advice(config):
+        print(sentence)
     _Episodes(config.environment, Tokenizer(Path(config.model.path)))
     _Scoring(config.scorer, Tokenizer(Path(config.model.path)))
     load_tasks(config.tasks)

@@ -12,7 +12,7 @@ import typer
 from headrace.cli.output import console, facts_of, ledger_line, only_json, print_json
 from headrace.config.load import load_config
 from headrace.errors import RunFolderError
-from headrace.orchestration.folder import prepare
+from headrace.orchestration.folder import in_folder, prepare
 from headrace.telemetry.folder import RunFolder
 
 
@@ -32,12 +32,10 @@ def command(
         config = load_config(file, sets)
         run = RunFolder(folder or Path("runs") / (config.name or file.stem))
         config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step)
-        try:
+        with in_folder(run, resume=resume):
             from headrace.orchestration.local import run as execute
 
             summary = execute(config, run.path, resume=resume, from_step=from_step, progress=True)
-        finally:
-            run.release()
     if json:
         print_json(summary)
     else:

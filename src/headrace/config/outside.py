@@ -142,7 +142,7 @@ def _check_jsonl(tasks: JsonlTasks, key: str) -> None:
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise ConfigError(f"{key}.path names a file of tasks; it {what}", str(file), f"change {key}.path")
-    if not any(True for _ in checked_tasks(jsonl_rows(tasks, _LOOKED_AT_BYTES))):
+    if not sum(1 for _ in checked_tasks(jsonl_rows(tasks, _LOOKED_AT_BYTES))):
         remedy = "there is no task in it: write one a line"
         raise ConfigError(f"{key}.path names a file with at least one task", str(file), remedy)
 

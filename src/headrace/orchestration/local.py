@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -30,6 +30,7 @@ import msgspec
 
 from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.buffer.memory import MemoryBuffer
+from headrace.config.advice import advice
 from headrace.config.dump import dump_config
 from headrace.config.load import check_config
 from headrace.config.outside import check_models
@@ -41,12 +42,13 @@ from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
-from headrace.orchestration.folder import prepare, write_whole
+from headrace.orchestration.folder import in_folder, prepare, write_whole
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
 from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
+from headrace.records import Task
 from headrace.resume import Start, open_session
 from headrace.rollout.tasks import TaskOrder
 from headrace.rollout.worker import WorkerRollouts
@@ -96,10 +98,8 @@ def train(
     check_models(config)
     place = RunFolder(folder or Path("runs") / (config.name or "run"))
     config = prepare(place, config, resume=resume, overwrite=False, from_step=from_step)
-    try:
+    with in_folder(place, resume=resume):
         return run(config, place.path, resume=resume, from_step=from_step, progress=progress)
-    finally:
-        place.release()
 
 
 def run(
@@ -140,6 +140,8 @@ class _Run:
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
+        for sentence in advice(self._config):
+            self._say(f"note: {sentence}")
         while True:
             try:
                 pipeline = await self._attempt()
@@ -204,16 +206,14 @@ class _Run:
         evaluates = config.evaluation.tasks is not None
         names = [f"engine-{i}" for i in range(config.engine.count)]
         engine_names = [*names, *(["engine-eval"] if evaluates else [])]
-        (environments, scorers), trainer, engines = await asyncio.gather(
-            asyncio.gather(self._pool("environment", closing), self._pool("scorer", closing)),
-            self._trainer(closing),
-            asyncio.gather(*(self._engine(name, closing) for name in engine_names)),
-        )
+        environments = await self._pool("environment", closing)
         rollouts = WorkerRollouts(environments, config.environment)
-        tasks = await rollouts.tasks(config.tasks)
-        eval_tasks: Sequence[Any] = ()
-        if config.evaluation.tasks is not None:
-            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        tasks, eval_tasks = await self._tasks(rollouts)
+        scorers, trainer, *engines = await _all_or_none(
+            self._pool("scorer", closing),
+            self._trainer(closing),
+            *(self._engine(name, closing) for name in engine_names),
+        )
         vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
         ledger = Ledger(self._place.ledger)
         closing.callback(ledger.close)
@@ -247,6 +247,15 @@ class _Run:
             engine_deaths=self._dead_engines.get,
         )
         return Pipeline(config, parts, start.progress)
+
+    async def _tasks(self, rollouts: WorkerRollouts) -> tuple[Sequence[Task], Sequence[Task]]:
+        """Those of training and of evaluation. What is wrong with them is known before a model is loaded."""
+        config = self._config
+        tasks = await rollouts.tasks(config.tasks)
+        eval_tasks: Sequence[Task] = ()
+        if config.evaluation.tasks is not None:
+            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        return tasks, eval_tasks
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
         standing, state = Standing(), None
@@ -435,6 +444,18 @@ class _Run:
         }
         write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")
         return summary
+
+
+async def _all_or_none(*jobs: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What all of them give. Where one fails, the others are cancelled and have ended when its error is raised."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class ThreadStore:

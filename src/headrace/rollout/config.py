@@ -122,7 +122,7 @@ class EnvironmentConfig(Config):
     def check(self) -> None:
         if ":" not in self.source:
             raise ConfigError(
-                'an environment is named "module:Name" or "file.py:Name"',
+                'environment.source names an environment as "module:Name" or "file.py:Name"',
                 self.source,
                 'the built-in one is "headrace.rollout.single_turn:SingleTurn"',
             )

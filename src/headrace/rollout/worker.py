@@ -27,7 +27,7 @@ import numpy as np
 
 from headrace.bounds import SystemFailure, checked_metrics, described, text_of
 from headrace.engine.base import SampleRequest
-from headrace.errors import EpisodeFailure, InputError, ModelFolderError
+from headrace.errors import ConfigError, EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
 from headrace.references import made, resolve, spot_of
@@ -276,7 +276,14 @@ class WorkerRollouts:
             return TaskList()
 
         load = LoadTasks(config=msgspec.msgpack.encode(config), limit=limit)
-        reply = await self._pool.run(load, note, found.clear)
+        try:
+            reply = await self._pool.run(load, note, found.clear)
+        except EpisodeFailure as failure:
+            raise ConfigError(
+                "tasks are read within environment.timeout_s, by a process that lives on",
+                str(failure),
+                "correct their source, or raise environment.timeout_s",
+            ) from failure
         if reply.problem is not None:
             raise error_from_record(reply.problem)
         return tuple(found)
