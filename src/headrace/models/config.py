@@ -192,7 +192,7 @@ def _what_would_run(raw: Mapping[str, Any]) -> str:
 
 def _refuse_what_would_be_computed_differently(known: Mapping[str, Any]) -> None:
     _check_dtype(known)
-    if not _flag({"is_causal": True, **known}, "is_causal") and known.get("is_causal") is not None:
+    if known.get("is_causal") is not None and not _flag(known, "is_causal"):
         raise ModelFolderError(
             "is_causal must not be false: a token is sampled from those before it, and sees no later one",
             False,
