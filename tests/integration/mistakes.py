@@ -33,6 +33,7 @@ from headrace.rollout.tasks import load_tasks
 from headrace.rollout.worker import RunEpisode, SampleCall, SampleReply, _Episodes
 from headrace.scoring.config import ScorerConfig
 from headrace.scoring.worker import ScoreCall, ScoreTurn, _Scoring
+from headrace.telemetry.folder import RunFolder
 from headrace.tokenizer import Tokenizer
 from headrace.workers import Job, JobFailed, _failed, current_job
 
@@ -137,6 +138,8 @@ def tell(mistake: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(local, "run", _load_as_processes_do)
     if "missing" in mistake:
         monkeypatch.setitem(sys.modules, mistake["missing"], None)
+    if "held" in mistake:
+        RunFolder(place / mistake["held"]).hold()
     if "reward" in mistake:
         return _scored(mistake["reward"])
     if "rollout" in mistake:

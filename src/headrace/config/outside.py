@@ -68,9 +68,10 @@ def _check_models(config: RunConfig) -> None:
 
 
 def _check_code(config: RunConfig) -> None:
-    _check_tasks(config.tasks, "tasks")
+    compares = config.scorer.source if config.scorer.source in _COMPARE else None
+    _check_tasks(config.tasks, "tasks", compares)
     if config.evaluation.tasks is not None:
-        _check_tasks(config.evaluation.tasks, "evaluation.tasks")
+        _check_tasks(config.evaluation.tasks, "evaluation.tasks", compares)
     _check_user_class(config.environment, "environment", "rollout", ("task", "policy"))
     _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
 
@@ -110,9 +111,13 @@ def _check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     bound_modules(lora.targets, layers, {"lm_head", *matrices}.difference(layers))
 
 
-def _check_tasks(tasks: TaskConfig, key: str) -> None:
+_COMPARE = ("headrace.scoring.rules:ExactMatch", "headrace.scoring.rules:MathVerify")
+"""Scorers that can do nothing with a task that has no answer."""
+
+
+def _check_tasks(tasks: TaskConfig, key: str, compares: str | None) -> None:
     if isinstance(tasks, JsonlTasks):
-        _check_jsonl(tasks, key)
+        _check_jsonl(tasks, key, compares)
     elif isinstance(tasks, PythonTasks):
         function = _check_callable(tasks.source, f"{key}.source")
         check_call(function, (), tasks.options, tasks.source, f"{key}.options")
@@ -137,12 +142,12 @@ _LOOKED_AT_BYTES = 32 << 20
 """Of a file of tasks, before the start: seconds at most. The worker that reads the tasks looks at all of it."""
 
 
-def _check_jsonl(tasks: JsonlTasks, key: str) -> None:
+def _check_jsonl(tasks: JsonlTasks, key: str, compares: str | None) -> None:
     file = Path(tasks.path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise ConfigError(f"{key}.path names a file of tasks; it {what}", str(file), f"change {key}.path")
-    if not sum(1 for _ in checked_tasks(jsonl_rows(tasks, _LOOKED_AT_BYTES))):
+    if not sum(1 for _ in checked_tasks(jsonl_rows(tasks, _LOOKED_AT_BYTES), compares)):
         remedy = "there is no task in it: write one a line"
         raise ConfigError(f"{key}.path names a file with at least one task", str(file), remedy)
 

@@ -174,9 +174,14 @@ def suggest(path: Sequence[str], data: Any) -> str:
     if close:
         return f"did you mean {'.'.join([*parents, close[0]])}?"
     elsewhere = [key.path for key in all_keys() if key.path.rsplit(".", 1)[-1] == wanted]
+    all_known = f"known {'in ' + table if table else 'at the top'}: {', '.join(known)}"
     if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    return f"known {'in ' + table if table else 'at the top'}: {', '.join(known)}"
+        few = f" {all_known}" if len(known) <= _FEW_KEYS else ""
+        return f"did you mean {elsewhere[0]}?{few}"
+    return all_known
+
+
+_FEW_KEYS = 3
 
 
 def describe(kind: inspect.Type) -> str:

@@ -27,11 +27,19 @@ class Row(NamedTuple):
     columns: Columns = Columns()
 
 
-def checked_tasks(rows: Iterable[Row]) -> Iterator[Task]:
-    """The tasks of a source. Raises ConfigError at the first that is none."""
+def checked_tasks(rows: Iterable[Row], answers_for: str | None = None) -> Iterator[Task]:
+    """The tasks of a source. Raises ConfigError at the first that is none, or that has no answer where a scorer,
+    `answers_for`, compares with it."""
     seen: dict[str, tuple[str, int]] = {}
     for index, row in enumerate(rows):
         task, content = _task(row, index)
+        if task.answer is None and answers_for is not None:
+            key = row.columns.answer_column or "answer"
+            raise ConfigError(
+                f'{row.place}: a task has an "{key}", which the scorer {answers_for} compares with',
+                sorted(map(str, row.value)) if isinstance(row.value, Mapping) else None,
+                "add it, say which column it is (answer_column), or name a scorer that needs none (scorer.source)",
+            )
         before = seen.setdefault(task.id, (row.place, content))
         if before[1] != content:
             raise ConfigError(

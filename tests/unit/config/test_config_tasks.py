@@ -14,7 +14,7 @@ from headrace.errors import ConfigError, MissingExtra
 
 def test_a_fault_far_down_a_file_is_found_before_the_start(project: Path) -> None:
     """`load_config` is what the command line calls before it starts anything."""
-    lines = [json.dumps({"prompt": f"p{n}"}) for n in range(2000)]
+    lines = [json.dumps({"prompt": f"p{n}", "answer": "a"}) for n in range(2000)]
     lines[1765] = '{"prompt": []}'
     (project.parent / "tasks.jsonl").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match=r"line 1766: a prompt is not empty"):

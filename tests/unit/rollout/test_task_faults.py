@@ -153,3 +153,11 @@ def test_a_function_that_gives_no_tasks_is_told_of_in_our_words(
     assert caught.value.exit_code == 2  # type: ignore[attr-defined]
     for text in says:
         assert text in str(caught.value)
+
+
+def test_a_task_without_an_answer_is_refused_where_the_scorer_compares_with_one() -> None:
+    rows = [Row("f, line 1", {"prompt": "p", "answer": 0}), Row("f, line 2", {"prompt": "q"})]
+    with pytest.raises(ConfigError) as caught:
+        list(checked_tasks(rows, "rules:ExactMatch"))
+    assert caught.value.rule == 'f, line 2: a task has an "answer", which the scorer rules:ExactMatch compares with'
+    assert [task.answer for task in checked_tasks(rows)] == ["0", None]
