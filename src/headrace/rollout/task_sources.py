@@ -71,7 +71,7 @@ def _parsed(line: bytes, place: str) -> Any:
         what = f"byte {error.object[error.start]:#04x} at {error.start + 1} of the line"
         raise ConfigError(f"{place}: a task file is UTF-8 text", what, "save the file as UTF-8") from None
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     # A ValueError that is no JSONDecodeError is an integer of thousands of digits.
     except (ValueError, RecursionError) as error:
         begin = text.strip()
@@ -80,7 +80,8 @@ def _parsed(line: bytes, place: str) -> Any:
             remedy = "write one object a line, without the brackets and commas around them"
         elif not begin.startswith("{"):
             remedy = 'write {"prompt": …, "answer": …}; CSV is read by type = "datasets"'
-        got = f"{begin[:60]}: {short(error)}"
+        why = f"{error.msg} at {error.colno}" if isinstance(error, json.JSONDecodeError) else short(error)
+        got = f"{begin[:60]}: {why}"
         raise ConfigError(f"{place}: a line is one JSON object", got, remedy) from None
 
 
