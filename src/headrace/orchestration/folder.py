@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
@@ -57,7 +57,8 @@ def in_folder(run: RunFolder, *, resume: bool) -> Iterator[None]:
     except InputError:
         # The ledger is opened when all parts have started.
         if not resume and not run.ledger.exists():
-            run.unmake()
+            with suppress(OSError):
+                run.unmake()
         raise
     finally:
         run.release()
