@@ -24,15 +24,20 @@ Row = Mapping[str, Any]
 COUNTED: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "tamperings": ("tamperings_found", lambda row: row["found_by"] in ("records", "replay")),
     "planted-bugs": ("planted_bugs_found", lambda row: row["found_by"] in ("records", "replay")),
+    "newcomer-mistakes": ("newcomer_mistakes_refused_well", lambda row: row["held"]),
     "resume-damages": ("resume_damages_handled", lambda row: row["held"]),
 }
 """For each kind of trial the figure that counts it, and the rows that count."""
 
 
+_ENDS = ("_refused_well", "_found", "_handled")
+"""What a figure says of what it counts; how many were tried is the same name with "_tried"."""
+
+
 def summarize(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
     """The figures of one kind of trial."""
     name, counts = COUNTED[kind]
-    stem = name.rpartition("_")[0]
+    stem = next(name.removesuffix(end) for end in _ENDS if name.endswith(end))
     found_by = Counter(row["found_by"] for row in rows if "found_by" in row)
     by = {f"{stem}_found_by_{how}": count for how, count in sorted(found_by.items())}
     return {f"{stem}_tried": len(rows), name: sum(map(counts, rows)), **by}

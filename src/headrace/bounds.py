@@ -93,11 +93,24 @@ def users_reason(reason: str, detail: str) -> tuple[str, str]:
 
 def checked_metrics(metrics: Mapping[Any, Any]) -> dict[str, float]:
     """As numbers by name. Those that are not finite are left out."""
+    if not isinstance(metrics, Mapping):
+        what = f"{type(metrics).__name__}, {text_of(repr(metrics), 100)}"
+        raise SystemFailure(
+            "bad_metrics", f"metrics are a dict of names and numbers (got a {what}); return one, or None"
+        )
     if len(metrics) > MAX_METRICS:
         raise SystemFailure("bad_metrics", f"an episode has at most {MAX_METRICS} metrics (got {len(metrics)})")
-    found = {text_of(name): float(value) for name, value in metrics.items()}
+    found = {text_of(name): _metric(text_of(name, 100), value) for name, value in metrics.items()}
     for name in found:
         if len(name) > MAX_METRIC_NAME:
             rule = f"a metric's name has at most {MAX_METRIC_NAME} characters"
             raise SystemFailure("bad_metrics", f"{rule} (got {clip(name, 100)!r})")
     return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
+def _metric(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except Exception as error:
+        rule = f"metrics are a dict of names and numbers (got {name!r}: a {type(value).__name__})"
+        raise SystemFailure("bad_metrics", f"{rule}; leave it out, or make it a float") from error

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 from headrace import errors, records
 from headrace.bounds import clip, described
-from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, ModelFolderError, RecordError
+from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, InputError, RecordError
 from headrace.records import Record, message
 
 _READ_BYTES = 1 << 20
@@ -267,7 +267,7 @@ class Peer:
         self._waiting: dict[int, asyncio.Future[Any]] = {}
         self._numbers = itertools.count(1)
         self._stopping = False
-        self._last_said: ModelFolderError | None = None
+        self._last_said: InputError | None = None
         """Why it ends, where that is a fault of the user's folder."""
         self._mourned = False
         process.on_end = self._ended
@@ -331,9 +331,7 @@ class Peer:
     def _received(self, record: Any) -> None:
         future = self._waiting.get(getattr(record, "call", 0))
         if future is None:
-            if isinstance(record, Failed) and record.error == ModelFolderError.__name__:
-                found = error_from_record(record)
-                assert isinstance(found, ModelFolderError)
+            if isinstance(record, Failed) and isinstance(found := error_from_record(record), InputError):
                 self._last_said = found
             if self.on_message is not None and not isinstance(record, Failed):
                 self.on_message(record)

@@ -11,16 +11,18 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import pkgutil
 import re
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.errors import BadReference, InputError
+from headrace.errors import BadReference, InputError, short
 
 
 def resolve(reference: str) -> Any:
@@ -95,6 +97,64 @@ def _broken(place: str, error: BaseException) -> InputError:
     return BadReference(
         f"{place} can be imported", f"{type(error).__name__}: {error}{spot}", "correct it, or install what it needs"
     )
+
+
+def told(error: BaseException) -> str:
+    """An error of users' code in one line: its type, its text, and the line of theirs that raised it."""
+    return f"{type(error).__name__}: {short(error)}{spot_of(error)}"
+
+
+def spot_of(error: BaseException) -> str:
+    """Where users' code raised it, " (file.py, line 3)": the innermost line that is no library's; "" if none is."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _of_library(frame.filename)]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _of_library(file: str) -> bool:
+    return file.startswith((_PACKAGE, "<frozen", _STANDARD)) or "site-packages" in file
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+
+
+def made(found: Any, options: Mapping[str, Any], source: str, key: str) -> Any:
+    """The instance of a user's class; BadReference where its constructor raises."""
+    check_call(found, (), options, source, f"{key}.options")
+    try:
+        return found(**options)
+    except InputError:
+        raise
+    except Exception as error:
+        raise BadReference(
+            f"{key}: {source} can be made from {key}.options",
+            told(error),
+            "correct its constructor, or its options",
+        ) from error
+
+
+def check_call(
+    function: Any, arguments: tuple[str, ...], options: Mapping[str, Any], source: str, options_key: str
+) -> None:
+    """Raise BadReference where `function(*arguments, **options)` cannot be called, for its signature."""
+    try:
+        signature = inspect.signature(function)
+    except (ValueError, TypeError):
+        return
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        parameters = [name for name in signature.parameters if name != "self"]
+        takes = parameters[max(0, len(arguments) - ("self" in arguments)) :]
+        remedy = f"write def {source.rpartition(':')[2].rpartition('.')[2]}({', '.join(arguments)})"
+        if options.keys() - signature.parameters.keys():
+            remedy = f"correct {options_key}; it takes {', '.join(takes) or 'none'}"
+        elif not arguments:
+            remedy = f"give {', '.join(name for name in takes if name not in options)} in {options_key}"
+        called = ", ".join([*arguments, *(f"{name}={value!r}" for name, value in options.items())])
+        raise BadReference(
+            f"{source} can be called as ({short(called)})", f"{signature}: {error}", remedy
+        ) from None
 
 
 def _search_also(folder: str) -> None:

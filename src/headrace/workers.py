@@ -41,6 +41,7 @@ from headrace.clocks import Clocks
 from headrace.errors import ComponentDied, DeadlineExceeded, EpisodeFailure
 from headrace.ipc import ORPHANED, Channel, Peer, Stop, telling
 from headrace.records import Nested, Record, message
+from headrace.references import spot_of
 
 _CANCEL_GRACE_S = 1.0
 _SUSPECTS_TOGETHER = 32
@@ -539,7 +540,7 @@ def _failed(job: Job, error: BaseException, kind: str) -> JobFailed:
         return JobFailed(id=job.id, reason=cause.reason, detail=text_of(cause.detail), by_user=False)
     if isinstance(cause, EpisodeFailure):
         return JobFailed(id=job.id, reason=text_of(cause.reason), detail=text_of(cause.detail), by_user=True)
-    return JobFailed(id=job.id, reason=f"{kind}_error", detail=described(error), by_user=False)
+    return JobFailed(id=job.id, reason=f"{kind}_error", detail=described(error) + spot_of(error), by_user=False)
 
 
 def _first_failure(error: BaseException) -> EpisodeFailure | None:

@@ -219,12 +219,14 @@ def test_a_task_file_with_a_bad_line_is_refused_as_bad_input(project):
     )
     done = project.headrace("train", "config.toml")
     assert done.returncode == 2
-    assert "tasks.jsonl:2" in done.stderr
+    assert "tasks.jsonl, line 2: a line is one JSON object" in done.stderr
+    assert not (project.path / "runs").exists()
     assert project.children() == {}
 
 
 def test_a_scorer_that_does_not_load_in_time_is_named(project):
     slow = "\nimport time\nclass Slow:\n    def __init__(self):\n        time.sleep(60)\n"
+    slow += "    def score(self, task, attempt):\n        return 1.0\n"
     (project.path / "user.py").write_text((project.path / "user.py").read_text() + slow)
     done = project.headrace(
         "train", "config.toml", "--set", "scorer.source=user.py:Slow", "--set", "limits.start_s=12"

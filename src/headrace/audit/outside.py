@@ -14,7 +14,7 @@ from headrace.audit.findings import PROVENANCE, RECORDS
 from headrace.config.run import RunConfig
 from headrace.errors import HeadraceError
 from headrace.records import Task
-from headrace.rollout.config import JsonlTasks
+from headrace.rollout.config import DatasetsTasks, JsonlTasks, ParquetTasks
 from headrace.rollout.single_turn import SingleTurn
 from headrace.rollout.tasks import load_tasks
 from headrace.telemetry.episodes import StoredEpisode
@@ -83,9 +83,10 @@ class Outside:
             return None
 
     def _read_tasks(self) -> set[int] | None:
-        """Digests of all tasks. Only a file of tasks is read: a user's functions are not called here."""
-        if not isinstance(self._config.tasks, JsonlTasks):
-            self.unchecked["that tasks are the run's"] = "they come from code, which an audit does not run"
+        """Digests of all tasks. Only files are read: no function of a user's is called, and nothing downloaded."""
+        if not isinstance(self._config.tasks, JsonlTasks | ParquetTasks):
+            where = "a library's data sets" if isinstance(self._config.tasks, DatasetsTasks) else "code"
+            self.unchecked["that tasks are the run's"] = f"they come from {where}, which an audit does not run"
             return None
         try:
             return {_digest(task) for task in load_tasks(self._config.tasks)}

@@ -11,7 +11,7 @@ import typer
 
 from headrace.cli.output import console, facts_of, ledger_line, only_json, print_json
 from headrace.config.outside import check_outside
-from headrace.orchestration.folder import prepare
+from headrace.orchestration.folder import in_folder, prepare
 from headrace.orchestration.opening import open_run, refuse_windows
 from headrace.telemetry.folder import RunFolder
 
@@ -31,12 +31,10 @@ def command(
         run, config, _, table = open_run(file, sets, folder, resume=resume)
         check_outside(config)
         config = prepare(run, config, resume=resume, overwrite=overwrite, from_step=from_step, file=table)
-        try:
+        with in_folder(run, resume=resume):
             from headrace.orchestration.local import run as execute
 
             summary = execute(config, run.path, resume=resume, from_step=from_step, progress=True)
-        finally:
-            run.release()
     if json:
         print_json(summary)
     else:

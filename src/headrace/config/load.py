@@ -155,7 +155,14 @@ def _line(text: str, problem: str) -> str:
     place = re.search(r"at line (\d+)", problem)
     if place is None:
         return "correct the file"
-    return f"correct line {place[1]}: {short(text.split(_NEWLINE)[int(place[1]) - 1].strip())}"
+    line = text.split(_NEWLINE)[int(place[1]) - 1].strip()
+    remedy = f"correct line {place[1]}: {short(line)}"
+    if _BARE_TEXT.fullmatch(line):
+        remedy += " (a text stands in quotation marks; the others are numbers, true and false)"
+    return remedy
+
+
+_BARE_TEXT = re.compile(r"[\w.-]+\s*=\s*[A-Za-z_./~][^\"'\[{]*")
 
 
 _NEWLINE = "\n"

@@ -4,17 +4,29 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from headrace.config.run import RunConfig
-from headrace.errors import ConfigError, InputError, MissingExtra, short
+from headrace.errors import BadReference, ConfigError, InputError, MissingExtra, short
 from headrace.models.config import ModelConfig
-from headrace.references import resolve
-from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
+from headrace.references import check_call, resolve
+from headrace.rollout.config import (
+    DatasetsTasks,
+    EnvironmentConfig,
+    JsonlTasks,
+    ParquetTasks,
+    PythonTasks,
+    ReasoningGymTasks,
+    TaskConfig,
+)
+from headrace.rollout.task_checks import checked_tasks
+from headrace.rollout.task_sources import jsonl_rows
+from headrace.rollout.task_tables import check_local, check_parquet
+from headrace.scoring.config import ScorerConfig
 from headrace.training.adapter import bound_modules
 from headrace.training.config import LoraConfig
 
@@ -56,11 +68,12 @@ def _check_models(config: RunConfig) -> None:
 
 
 def _check_code(config: RunConfig) -> None:
-    _check_tasks(config.tasks, "tasks")
+    compares = config.scorer.source if config.scorer.source in _COMPARE else None
+    _check_tasks(config.tasks, "tasks", compares)
     if config.evaluation.tasks is not None:
-        _check_tasks(config.evaluation.tasks, "evaluation.tasks")
-    _check_callable(config.environment.source, "environment.source")
-    _check_callable(config.scorer.source, "scorer.source")
+        _check_tasks(config.evaluation.tasks, "evaluation.tasks", compares)
+    _check_user_class(config.environment, "environment", "rollout", ("task", "policy"))
+    _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
 
 
 def _check_other_models(config: RunConfig) -> None:
@@ -98,39 +111,45 @@ def _check_lora(lora: LoraConfig, model: ModelConfig) -> None:
     bound_modules(lora.targets, layers, {"lm_head", *matrices}.difference(layers))
 
 
-def _check_tasks(tasks: TaskConfig, key: str) -> None:
+_COMPARE = ("headrace.scoring.rules:ExactMatch", "headrace.scoring.rules:MathVerify")
+"""Scorers that can do nothing with a task that has no answer."""
+
+
+def _check_tasks(tasks: TaskConfig, key: str, compares: str | None) -> None:
     if isinstance(tasks, JsonlTasks):
-        _check_jsonl(Path(tasks.path), key)
+        _check_jsonl(tasks, key, compares)
     elif isinstance(tasks, PythonTasks):
-        _check_callable(tasks.source, f"{key}.source")
+        function = _check_callable(tasks.source, f"{key}.source")
+        check_call(function, (), tasks.options, tasks.source, f"{key}.options")
     elif isinstance(tasks, ReasoningGymTasks):
         _check_reasoning_gym(tasks, key)
+    else:
+        _check_tables(tasks)
 
 
-def _check_jsonl(file: Path, key: str) -> None:
+def _check_tables(tasks: ParquetTasks | DatasetsTasks) -> None:
+    """What can be told without loading a data set: the hub is asked by the worker that reads the tasks."""
+    package = "pyarrow" if isinstance(tasks, ParquetTasks) else "datasets"
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtra(package, "datasets")
+    if isinstance(tasks, ParquetTasks):
+        check_parquet(tasks)
+    else:
+        check_local(tasks)
+
+
+_LOOKED_AT_BYTES = 32 << 20
+"""Of a file of tasks, before the start: seconds at most. The worker that reads the tasks looks at all of it."""
+
+
+def _check_jsonl(tasks: JsonlTasks, key: str, compares: str | None) -> None:
+    file = Path(tasks.path)
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise ConfigError(f"{key}.path names a file of tasks; it {what}", str(file), f"change {key}.path")
-    with file.open(encoding="utf-8", errors="replace") as lines:
-        numbered = ((number, line) for number, line in enumerate(lines, start=1) if line.strip())
-        number, first = next(numbered, (0, ""))
-    if not number:
-        raise ConfigError(f"{key}.path names a file with at least one task", str(file), "write one task a line")
-    try:
-        task = json.loads(first)
-    # A ValueError that is no JSONDecodeError is an integer of thousands of digits.
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{file}, line {number}: a line is one JSON object",
-            f"{first.strip()[:60]}: {short(error)}",
-            "correct the line",
-        ) from error
-    if not isinstance(task, dict) or "prompt" not in task:
-        raise ConfigError(
-            f'{file}, line {number}: a task has a "prompt"',
-            sorted(task) if isinstance(task, dict) else task,
-            'write {"prompt": …, "answer": …}',
-        )
+    if not sum(1 for _ in checked_tasks(jsonl_rows(tasks, _LOOKED_AT_BYTES), compares)):
+        remedy = "there is no task in it: write one a line"
+        raise ConfigError(f"{key}.path names a file with at least one task", str(file), remedy)
 
 
 def _check_reasoning_gym(tasks: ReasoningGymTasks, key: str) -> None:
@@ -146,10 +165,40 @@ def _check_reasoning_gym(tasks: ReasoningGymTasks, key: str) -> None:
         raise ConfigError(f"{key}.dataset is a data set of reasoning-gym", tasks.dataset, remedy)
 
 
-def _check_callable(source: str, key: str) -> None:
+def _check_callable(source: str, key: str) -> Any:
     found = _with_key(key, resolve, source)
     if not callable(found):
-        raise ConfigError(f"{key} names a class or a function", source, f"it leads to {type(found).__name__}")
+        kind = type(found).__name__
+        remedy = f"it leads to {kind}: name the class or function itself"
+        raise ConfigError(f"{key} names a class or a function", source, remedy)
+    return found
+
+
+def _check_user_class(
+    room: EnvironmentConfig | ScorerConfig, key: str, method: str, arguments: tuple[str, ...]
+) -> None:
+    """That an environment, or a scorer, can be made with its options and called with the arguments it will get."""
+    found = _check_callable(room.source, f"{key}.source")
+    wanted = f"{method}(self, {', '.join(arguments)})"
+    if not isinstance(found, type):
+        _with_key(
+            f"{key}.source", lambda source: check_call(found, arguments, room.options, source, key), room.source
+        )
+        return
+    called = inspect.getattr_static(found, method, None)
+    if called is None or not callable(getattr(found, method)):
+        has = [name for name in vars(found) if not name.startswith("_")]
+        remedy = f"define {wanted} in it; it has {', '.join(has) or 'no public names'}"
+        raise BadReference(f"{key}.source: a class there has a method {wanted}", room.source, remedy)
+    _with_key(
+        f"{key}.options", lambda source: check_call(found, (), room.options, source, f"{key}.options"), room.source
+    )
+    bound = ("self", *arguments) if inspect.isfunction(called) else arguments
+    _with_key(
+        f"{key}.source",
+        lambda source: check_call(getattr(found, method), bound, {}, f"{source}.{method}", key),
+        room.source,
+    )
 
 
 def _with_key(key: str, check: Callable[[str], Checked], value: str) -> Checked:

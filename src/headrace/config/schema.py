@@ -133,6 +133,28 @@ def names(table: inspect.StructType) -> list[str]:
     return tag + [field.encode_name for field in table.fields]
 
 
+_ELSEWHERE = {
+    "num_generations": "training.group_size",
+    "n_samples": "training.group_size",
+    "rollouts_per_example": "training.group_size",
+    "batch_size": "training.groups_per_batch (in groups) with training.group_size",
+    "train_batch_size": "training.groups_per_batch (in groups) with training.group_size",
+    "per_device_train_batch_size": "training.micro_batch_tokens (in tokens) with training.groups_per_batch",
+    "max_steps": "training.steps",
+    "max_completion_length": "environment.max_tokens",
+    "max_new_tokens": "environment.max_tokens",
+    "max_model_len": "engine.max_context",
+    "max_prompt_length": "engine.max_context (prompt and completion together)",
+    "beta": "training.reference.coefficient",
+    "kl_coef": "training.reference.coefficient",
+    "lr": "training.optimizer.learning_rate",
+    "reward_funcs": "scorer.source",
+    "reward_function": "scorer.source",
+    "model_name_or_path": "model.path",
+}
+"""Keys of other libraries, and ours for the same."""
+
+
 def suggest(path: Sequence[str], data: Any) -> str:
     """What the user may have meant by an unknown key."""
     *parents, wanted = path
@@ -146,13 +168,20 @@ def suggest(path: Sequence[str], data: Any) -> str:
     for variant in _variants(kind):
         if wanted in names(variant) and wanted not in known:
             return f'{wanted} belongs to {table}.{variant.tag_field} = "{variant.tag}"'
+    if (ours := _ELSEWHERE.get(wanted)) is not None:
+        return f"what others call {wanted} is {ours}"
     close = difflib.get_close_matches(wanted, known, n=1, cutoff=0.6)
     if close:
         return f"did you mean {'.'.join([*parents, close[0]])}?"
     elsewhere = [key.path for key in all_keys() if key.path.rsplit(".", 1)[-1] == wanted]
+    all_known = f"known {'in ' + table if table else 'at the top'}: {', '.join(known)}"
     if elsewhere:
-        return f"did you mean {elsewhere[0]}?"
-    return f"known {'in ' + table if table else 'at the top'}: {', '.join(known)}"
+        few = f" {all_known}" if len(known) <= _FEW_KEYS else ""
+        return f"did you mean {elsewhere[0]}?{few}"
+    return all_known
+
+
+_FEW_KEYS = 3
 
 
 def describe(kind: inspect.Type) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from headrace.errors import ModelFolderError
-from headrace.model_files import MAX_ID, token_ids
+from headrace.model_files import MAX_ID, shortened, token_ids
 from headrace.models.rope_config import RopeConfig, number_of
 
 # What transformers assumes where a config.json of that family is silent.
@@ -110,11 +110,7 @@ class ModelConfig:
         """Parse a config.json's dictionary. Raises ModelFolderError for what cannot be run exactly."""
         family = raw.get("model_type")
         if not isinstance(family, str) or family not in ARCHITECTURES:
-            raise ModelFolderError(
-                "model_type must be a known architecture",
-                family,
-                f"the known ones are: {', '.join(ARCHITECTURES)}",
-            )
+            raise ModelFolderError("model_type must be a known architecture", family, _what_would_run(raw))
         known = {**_FAMILY_DEFAULTS[family], **raw}
         _refuse_what_would_be_computed_differently(known)
         num_heads = _size(known, "num_attention_heads")
@@ -184,14 +180,34 @@ class ModelConfig:
         return replace(self, extra={**self.extra, **keys})
 
 
+def _what_would_run(raw: Mapping[str, Any]) -> str:
+    named = raw.get("architectures")
+    names = [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+    known = f"a run's policy is one of: {', '.join(ARCHITECTURES)}"
+    if names and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in names):
+        return f"{known}; {shortened(names[0], 40)} is no causal language model at all"
+    trains = 'another causal model can be trained (training.backend = "transformers") in a loop of your own'
+    return f"{known}: no engine samples others; {trains}" if names else known
+
+
 def _refuse_what_would_be_computed_differently(known: Mapping[str, Any]) -> None:
     _check_dtype(known)
+    if known.get("is_causal") is not None and not _flag(known, "is_causal"):
+        raise ModelFolderError(
+            "is_causal must not be false: a token is sampled from those before it, and sees no later one",
+            False,
+            "use a causal language model, or correct config.json",
+        )
+    if known.get("per_layer_config"):
+        raise ModelFolderError(
+            "all layers must be alike (no per_layer_config)", known["per_layer_config"], "use another model"
+        )
     activation = known.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
         raise ModelFolderError("hidden_act must be silu", activation, "use a model with gated SiLU layers")
     if known.get("quantization_config"):
         raise ModelFolderError(
-            "weights must not be quantised",
+            "weights must not be quantised (quantization_config)",
             known["quantization_config"],
             "use the model's unquantised folder",
         )

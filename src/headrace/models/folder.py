@@ -82,26 +82,43 @@ def _raw_config(folder: Path) -> dict[str, Any]:
         if raw is not None:
             return raw
         if not folder.exists():
-            raise ModelFolderError(
-                "a model folder must exist", str(folder), "check the path, or download the model there"
-            )
+            raise ModelFolderError("a model folder must exist", str(folder), _how_to_get(folder))
         if not folder.is_dir():
             raise ModelFolderError(
                 "a model must be a folder, not a file", str(folder), "give the folder that holds config.json"
             )
         if not any(folder.iterdir()):
             raise ModelFolderError(
-                "a model folder must not be empty", str(folder), "download or save the model there"
+                "a model folder must not be empty",
+                str(folder),
+                "download or save the model there: config.json, safetensors, tokenizer.json",
             )
     except OSError as error:
         raise ModelFolderError(
             "a model folder must be readable", str(error), "check the path and its rights"
         ) from error
-    raise ModelFolderError(
-        f"a model folder must hold a {CONFIG_FILE}",
-        str(folder),
-        "give the folder of a Hugging Face model itself; a save that was cut short also lacks this file",
+    raise ModelFolderError(f"a model folder must hold a {CONFIG_FILE}", str(folder), _what_it_is_instead(folder))
+
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def _how_to_get(folder: Path) -> str:
+    name = str(folder)
+    if _HUB_NAME.fullmatch(name) is None:
+        return "check the path, or download the model there"
+    return (
+        f"for the model of that name on the hub: hf download {name} --local-dir {folder.name}, and name that folder"
     )
+
+
+def _what_it_is_instead(folder: Path) -> str:
+    names = {file.name for file in folder.iterdir()}
+    if "adapter_config.json" in names:
+        return "this is an adapter: merge it into its base model, and save that (peft: merge_and_unload)"
+    if any(name.endswith(".gguf") for name in names):
+        return "GGUF files are for other programs: download the model they were made of, in safetensors"
+    return "give the folder of a Hugging Face model itself; a save that was cut short also lacks this file"
 
 
 def _check_tensors(config: ModelConfig, tensors: dict[str, StoredTensor]) -> None:

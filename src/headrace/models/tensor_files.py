@@ -19,6 +19,7 @@ from headrace.model_files import MAX_JSON_BYTES, decoded, parse_object, read_obj
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _SUFFIX = ".safetensors"
+_LFS_POINTER = b"version https://git-lfs"
 _AGAIN = "download or save this file again"
 _WHOLE = "download or save the model again"
 _ITEM_BITS = {
@@ -121,6 +122,13 @@ def _checked_header(file: Path, most: int) -> _Header:
                 raise ModelFolderError(
                     f"{file.name} is truncated: its header's length is missing", f"{size} bytes", _AGAIN
                 )
+            if prefix + stream.read(len(_LFS_POINTER) - 8) == _LFS_POINTER:
+                raise ModelFolderError(
+                    f"{file.name} must hold the weights; it is a pointer of Git LFS to them",
+                    f"{size} bytes",
+                    "run `git lfs pull` in that folder, or download the model again",
+                )
+            stream.seek(8)
             (length,) = struct.unpack("<Q", prefix)
             if length > size - 8:
                 raise ModelFolderError(

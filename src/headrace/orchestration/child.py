@@ -12,7 +12,7 @@ import socket
 import sys
 
 from headrace import records
-from headrace.errors import ModelFolderError
+from headrace.errors import InputError
 from headrace.ipc import Begin, error_to_record
 
 
@@ -27,8 +27,8 @@ def main() -> None:
     module, function = entry.split(":")
     try:
         getattr(importlib.import_module(module), function)(sock, {**options, "name": name})
-    except ModelFolderError as error:
-        # The controller found the folder sound; what it cannot see, such as a weight that is NaN, is told it.
+    except InputError as error:
+        # What the controller cannot see, such as a weight that is NaN or a scorer that cannot be made, is told it.
         sock.sendall(records.encode(error_to_record(0, error)))
         raise
 

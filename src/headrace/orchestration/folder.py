@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ from headrace.config.changes import MAY_CHANGE, edited, forbidden_changes
 from headrace.config.dump import dump_config, dump_toml
 from headrace.config.load import config_of_table, config_of_text, read_config, table_of
 from headrace.config.run import RunConfig
-from headrace.errors import ConfigError, RunFolderError
+from headrace.errors import ConfigError, InputError, RunFolderError
 from headrace.ledger import Ledger
 from headrace.orchestration.gpu import has_bfloat16_gpu, may_have_gpu
 from headrace.orchestration.resuming import inspect_run
@@ -81,6 +82,21 @@ def config_to_resume(
     return config_of_table(stored, overrides, where or str(run.config))
 
 
+@contextmanager
+def in_folder(run: RunFolder, *, resume: bool) -> Iterator[None]:
+    """While a prepared run executes. Its folder is released; where input was refused at the start, it is undone."""
+    try:
+        yield
+    except InputError:
+        # The ledger is opened when all parts have started.
+        if not resume and not run.ledger.exists():
+            with suppress(OSError):
+                run.unmake()
+        raise
+    finally:
+        run.release()
+
+
 def _take_up(run: RunFolder, config: RunConfig, from_step: int | None) -> RunConfig:
     vault = FolderVault(run.path, keep=config.training.keep_checkpoints)
     standing = inspect_run(run, group_size=config.training.group_size, from_step=from_step)
@@ -122,7 +138,7 @@ def check_devices(config: RunConfig) -> None:
         if asked and not may_have_gpu():
             raise ConfigError(
                 f"{setting} needs a GPU, and the driver finds none",
-                remedy="leave it out, or look at what `headrace doctor` finds",
+                remedy='leave it out ("auto" takes what there is), or look at what `headrace doctor` finds',
             )
 
 

@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import msgspec
 
 from headrace.bounds import MAX_MESSAGE_BYTES
 from headrace.buffer.memory import MemoryBuffer
+from headrace.config.advice import advice
 from headrace.config.dump import dump_config
 from headrace.config.load import check_config
 from headrace.config.outside import check_models
@@ -38,7 +40,7 @@ from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
-from headrace.orchestration.folder import prepare, write_whole
+from headrace.orchestration.folder import in_folder, prepare, write_whole
 from headrace.orchestration.opening import Given, open_run, refuse_windows, with_source
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
@@ -46,6 +48,7 @@ from headrace.orchestration.stopping import SIGNALS, execute_beside, handlers_re
 from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
+from headrace.records import Task
 from headrace.resume import Start, open_session
 from headrace.rollout.tasks import TaskOrder
 from headrace.rollout.worker import WorkerRollouts
@@ -104,13 +107,11 @@ def train(
     # Not the code it names: the calling script may be its own environment, and is not to be run once more.
     check_models(chosen)
     chosen = prepare(place, chosen, resume=resume, overwrite=overwrite, from_step=from_step, file=file)
-    try:
+    with in_folder(place, resume=resume):
         for path, text in definitions.files.items():
             path.parent.mkdir(mode=0o700, exist_ok=True)
             write_whole(path, text)
         return execute(chosen, place.path, resume=resume, from_step=from_step, progress=progress)
-    finally:
-        place.release()
 
 
 def run(
@@ -160,6 +161,8 @@ class _Run:
         self._loop = asyncio.get_running_loop()
         if self._told_to_stop:
             raise asyncio.CancelledError
+        for sentence in advice(self._config):
+            self._say(f"note: {sentence}")
         while True:
             try:
                 pipeline = await self._attempt()
@@ -224,16 +227,14 @@ class _Run:
         evaluates = config.evaluation.tasks is not None
         names = [f"engine-{i}" for i in range(config.engine.count)]
         engine_names = [*names, *(["engine-eval"] if evaluates else [])]
-        (environments, scorers), trainer, engines = await asyncio.gather(
-            asyncio.gather(self._pool("environment", closing), self._pool("scorer", closing)),
-            self._trainer(closing),
-            asyncio.gather(*(self._engine(name, closing) for name in engine_names)),
-        )
+        environments = await self._pool("environment", closing)
         rollouts = WorkerRollouts(environments, config.environment)
-        tasks = await rollouts.tasks(config.tasks)
-        eval_tasks: Sequence[Any] = ()
-        if config.evaluation.tasks is not None:
-            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        tasks, eval_tasks = await self._tasks(rollouts)
+        scorers, trainer, *engines = await _all_or_none(
+            self._pool("scorer", closing),
+            self._trainer(closing),
+            *(self._engine(name, closing) for name in engine_names),
+        )
         vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
         ledger = Ledger(self._place.ledger)
         closing.callback(ledger.close)
@@ -267,6 +268,15 @@ class _Run:
             engine_deaths=self._dead_engines.get,
         )
         return Pipeline(config, parts, start.progress)
+
+    async def _tasks(self, rollouts: WorkerRollouts) -> tuple[Sequence[Task], Sequence[Task]]:
+        """Those of training and of evaluation. What is wrong with them is known before a model is loaded."""
+        config = self._config
+        tasks = await rollouts.tasks(config.tasks)
+        eval_tasks: Sequence[Task] = ()
+        if config.evaluation.tasks is not None:
+            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        return tasks, eval_tasks
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
         standing, state = Standing(), None
@@ -472,6 +482,18 @@ class _Run:
         }
         write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")
         return summary
+
+
+async def _all_or_none(*jobs: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What all of them give. Where one fails, the others are cancelled and have ended when its error is raised."""
+    tasks = [asyncio.ensure_future(job) for job in jobs]
+    try:
+        return await asyncio.gather(*tasks)
+    except BaseException:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        raise
 
 
 class ThreadStore:

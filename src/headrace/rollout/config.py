@@ -12,10 +12,48 @@ from headrace.errors import ConfigError
 from headrace.records import Sampling
 
 
-class JsonlTasks(Config, tag="jsonl", tag_field="type"):
+class Columns(Config, kw_only=True):
+    """What the keys or columns of a source are called. Those that are named nowhere go to the task's data."""
+
+    prompt_column: Annotated[str, Meta(min_length=1)] = "prompt"
+    """Which one is the prompt: text or messages."""
+    answer_column: Annotated[str, Meta(min_length=1)] | None = None
+    """Which one is the answer. None: "answer", where there is one."""
+    id_column: Annotated[str, Meta(min_length=1)] | None = None
+    """Which one names the task. None: "id", where there is one, otherwise the task's number."""
+
+    def check(self) -> None:
+        named = [name for name in (self.prompt_column, self.answer_column, self.id_column) if name is not None]
+        if len(named) != len(set(named)):
+            raise ConfigError("prompt, answer and id of a task are different columns", named, "name another column")
+
+
+class JsonlTasks(Columns, tag="jsonl", tag_field="type", kw_only=True):
     """One task a line: {"prompt": text or messages, "answer": …, …}; other keys go to the task's data."""
 
     path: str
+    """The file, in UTF-8."""
+
+
+class ParquetTasks(Columns, tag="parquet", tag_field="type", kw_only=True):
+    """One task a row of a Parquet file, or of all those in a folder. Needs `headrace[datasets]`."""
+
+    path: str
+    """The file, or a folder whose *.parquet files are read in the order of their names."""
+
+
+class DatasetsTasks(Columns, tag="datasets", tag_field="type", kw_only=True):
+    """One task a row of a data set that the `datasets` library loads. Needs `headrace[datasets]`."""
+
+    path: str
+    """A local folder, a local file (.csv, .json, .jsonl, .parquet, .arrow), or a name on the hub, such as
+    "openai/gsm8k"."""
+    subset: str | None = None
+    """The data set's configuration, such as "main", where it has several."""
+    split: str = "train"
+    """Which split, also in the library's notation: "train[:1000]"."""
+    revision: str | None = None
+    """A commit, tag or branch of a data set on the hub. None: its newest."""
 
 
 class ReasoningGymTasks(Config, tag="reasoning_gym", tag_field="type"):
@@ -37,7 +75,7 @@ class PythonTasks(Config, tag="python", tag_field="type"):
     options: dict[str, Any] = {}
 
 
-TaskConfig = JsonlTasks | ReasoningGymTasks | PythonTasks
+TaskConfig = JsonlTasks | ParquetTasks | DatasetsTasks | ReasoningGymTasks | PythonTasks
 
 
 class SamplingConfig(Config):
@@ -84,7 +122,7 @@ class EnvironmentConfig(Config):
     def check(self) -> None:
         if ":" not in self.source:
             raise ConfigError(
-                'an environment is named "module:Name" or "file.py:Name"',
+                'environment.source names an environment as "module:Name" or "file.py:Name"',
                 self.source,
                 'the built-in one is "headrace.rollout.single_turn:SingleTurn"',
             )

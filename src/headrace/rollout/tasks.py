@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from headrace.errors import ConfigError, MissingExtra, RecordError, short
+from headrace.errors import ConfigError
 from headrace.ipc import Failed
-from headrace.records import Record, Task, encode, message
-from headrace.references import resolve
-from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
+from headrace.records import Record, Task, message
+from headrace.rollout.config import TaskConfig
+from headrace.rollout.task_checks import checked_tasks
+from headrace.rollout.task_sources import place_of, rows
 
 
 @message
@@ -25,99 +23,14 @@ class TaskList(Record):
 
 
 def load_tasks(config: TaskConfig, limit: int | None = None) -> tuple[Task, ...]:
-    """All tasks of a source, at most `limit`. Runs users' code: call it in a worker."""
-    tasks = tuple(_task(task, index) for index, task in enumerate(islice(_source(config), limit)))
+    """All tasks of a source, at most `limit`. Runs users' code: call it in a worker.
+
+    A fault is a ConfigError that names its file and line, or the function and the task's number.
+    """
+    tasks = tuple(checked_tasks(islice(rows(config), limit)))
     if not tasks:
-        raise ConfigError("a task source has at least one task", repr(config), "check the file or function")
+        raise ConfigError("a task source has at least one task", place_of(config), "it has no task: fill it")
     return tasks
-
-
-def _source(config: TaskConfig) -> Iterator[Any]:
-    if isinstance(config, JsonlTasks):
-        return _jsonl(Path(config.path))
-    if isinstance(config, ReasoningGymTasks):
-        return _reasoning_gym(config)
-    assert isinstance(config, PythonTasks)
-    found = resolve(config.source)(**config.options)
-    if not isinstance(found, Iterable):
-        raise ConfigError(
-            "a task function returns or yields tasks", type(found).__name__, f"change {config.source}"
-        )
-    return iter(found)
-
-
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if not line.strip():
-                continue
-            try:
-                task = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(
-                    "each line of a task file is one JSON object", f"{path}:{number}: {short(error)}"
-                ) from None
-            if not isinstance(task, dict) or "prompt" not in task:
-                raise ConfigError(
-                    'each line of a task file has a "prompt"', f"{path}:{number}", "see docs/tasks.md"
-                )
-            yield task
-
-
-def _reasoning_gym(config: ReasoningGymTasks) -> Iterator[dict[str, Any]]:
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise MissingExtra("reasoning-gym", "reasoning-gym") from None
-    try:
-        dataset = reasoning_gym.create_dataset(config.dataset, size=config.size, seed=config.seed, **config.options)
-    except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigError("reasoning-gym can make this dataset", config.dataset, str(error)) from None
-    recipe = {"dataset": config.dataset, "size": config.size, "seed": config.seed, "options": config.options}
-    for index, entry in enumerate(dataset):
-        # Not the entry itself: some verifiers tell tuples from lists, and a message does not.
-        yield {
-            "prompt": entry["question"],
-            "answer": entry.get("answer"),
-            "reasoning_gym": {**recipe, "index": index},
-        }
-
-
-def _task(value: Any, index: int) -> Task:
-    """A task from what a source gives: a Task, or a mapping whose other keys become its data."""
-    try:
-        task = _as_task(value, index)
-        # Whatever cannot travel is found out here, where its task can be named.
-        encode(task)
-    except (RecordError, RecursionError) as error:
-        what = f"task {index}: {short(error.value if isinstance(error, RecordError) else error)}"
-        remedy = "use text, numbers of up to 64 bits, lists and tables"
-        raise ConfigError("a task holds what a message can carry", what, remedy) from error
-    return task
-
-
-def _as_task(value: Any, index: int) -> Task:
-    if isinstance(value, Task):
-        return value
-    if not isinstance(value, dict) or "prompt" not in value:
-        raise ConfigError('a task is an object with a "prompt"', repr(value)[:80], "see docs/tasks.md")
-    data = {key: _plain(item) for key, item in value.items() if key not in ("id", "prompt", "answer")}
-    answer = value.get("answer")
-    return Task(
-        id=str(value.get("id", index)),
-        prompt=value["prompt"],
-        answer=None if answer is None else str(answer),
-        data=data,
-    )
-
-
-def _plain(value: Any) -> Any:
-    """What a message can carry of a value: tuples become lists, unknown objects their text."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple | set):
-        return [_plain(item) for item in value]
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
 
 
 class TaskOrder:

@@ -17,7 +17,7 @@ import inspect
 import itertools
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.bounds import SystemFailure, checked_metrics
+from headrace.bounds import SystemFailure, checked_metrics, described, text_of
 from headrace.engine.base import SampleRequest
-from headrace.errors import EpisodeFailure, InputError, ModelFolderError
+from headrace.errors import ConfigError, EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
-from headrace.references import resolve
+from headrace.references import made, resolve, spot_of
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
 from headrace.rollout.tasks import TaskList, load_tasks
@@ -94,8 +94,7 @@ class _Episodes:
         found = resolve(config.source)
         self._rollout: Callable[..., Any]
         if isinstance(found, type):
-            environment: Any = found(**config.options)
-            self._rollout = environment.rollout
+            self._rollout = made(found, config.options, config.source, "environment").rollout
         else:
             self._rollout = partial(found, **config.options) if config.options else found
 
@@ -114,12 +113,21 @@ class _Episodes:
             else:
                 blocking = _BlockingPolicy(policy, asyncio.get_running_loop())
                 metrics = await call_user(self._rollout, body.task, blocking)
-        except Exception:
+        except Exception as error:
             # Whatever the user's code made of it.
             policy.check()
+            if policy.forgotten and not isinstance(error, EpisodeFailure):
+                raise SystemFailure("environment_error", f"{described(error)}{spot_of(error)}; {_AWAIT}") from error
             raise
         policy.check()
-        return EpisodeEnd(metrics=checked_metrics(metrics or {}))
+        if policy.never_sampled:
+            what = f"an environment samples at least one turn; {_AWAIT if policy.forgotten else _SAMPLE}"
+            raise SystemFailure("no_tokens", what)
+        return EpisodeEnd(metrics=checked_metrics({} if metrics is None else metrics))
+
+
+_AWAIT = "a turn was asked for and not awaited: write `await policy.sample(…)`"
+_SAMPLE = "this one ended without calling `await policy.sample(task.prompt)`"
 
 
 _PORTION_BYTES = 512 << 10
@@ -147,6 +155,17 @@ class _WorkerPolicy:
         self._ask = ask
         self._waiting = 0
         self._exceeded = False
+        self._asked = self._begun = 0
+        """Turns whose coroutine was made, and those that were awaited."""
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether a turn was asked for that nobody has waited for."""
+        return self._asked > self._begun
+
+    @property
+    def never_sampled(self) -> bool:
+        return self._begun == 0
 
     def check(self) -> None:
         """Raises when the episode has ever asked for too many turns at once: it fails, also if it caught that."""
@@ -154,7 +173,12 @@ class _WorkerPolicy:
             rule = f"an episode samples at most {self._config.max_samples} turns at once (environment.max_samples)"
             raise SystemFailure("too_many_samples", f"{rule}, and this one asked for more")
 
-    async def sample(
+    def sample(self, prompt: Any, **options: Any) -> Coroutine[Any, Any, Completion]:
+        """The turn's coroutine. That it was made is noted, so that one without `await` can be told of."""
+        self._asked += 1
+        return self._sample(prompt, **options)
+
+    async def _sample(
         self,
         prompt: str | Sequence[dict[str, Any]] | Sequence[int],
         *,
@@ -163,7 +187,17 @@ class _WorkerPolicy:
         hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        **unknown: Any,
     ) -> Completion:
+        self._begun += 1
+        if unknown:
+            what = (
+                "a turn's options are after, at, hold, max_tokens and stop; how it is sampled, its temperature say,"
+            )
+            raise SystemFailure(
+                "bad_request", f"{what} is environment.sampling of the configuration (got {', '.join(unknown)})"
+            )
+        _check_options(prompt, after, max_tokens)
         self._exceeded = self._exceeded or self._waiting >= self._config.max_samples
         self.check()
         if at is not None and (after is None or not 0 <= at <= len(after.tokens)):
@@ -176,7 +210,7 @@ class _WorkerPolicy:
             parent=None if after is None else after.turn,
             at=None if at is None else int(at),
             hold=bool(hold),
-            max_tokens=int(max_tokens or self._config.max_tokens),
+            max_tokens=self._config.max_tokens if max_tokens is None else int(max_tokens),
             stop_strings=(*self._config.stop_strings, *map(str, stop)),
         )
         self._waiting += 1
@@ -197,6 +231,19 @@ class _WorkerPolicy:
                 # The template has rendered a plain conversation: these messages are what it cannot do.
                 raise SystemFailure("chat_template", str(error)) from error
         return [int(token) for token in prompt]  # type: ignore[arg-type]
+
+
+def _check_options(prompt: Any, after: Any, max_tokens: Any) -> None:
+    """What a user's code may have mixed up, in words of its own."""
+    kind = type(prompt).__name__
+    if isinstance(prompt, Task) or not isinstance(prompt, str | Sequence | np.ndarray):
+        remedy = "give task.prompt" if isinstance(prompt, Task) else "give one of these"
+        raise SystemFailure("bad_request", f"a turn's prompt is text, messages or tokens (got a {kind}); {remedy}")
+    if after is not None and not isinstance(after, Completion):
+        what = "`after` is a Completion that this episode's policy.sample returned"
+        raise SystemFailure("bad_request", f"{what} (got a {type(after).__name__}: {text_of(repr(after), 100)})")
+    if max_tokens is not None and (not isinstance(max_tokens, int | np.integer) or max_tokens < 1):
+        raise SystemFailure("bad_request", f"max_tokens is an integer of at least 1 (got {max_tokens!r})")
 
 
 class _BlockingPolicy:
@@ -229,7 +276,14 @@ class WorkerRollouts:
             return TaskList()
 
         load = LoadTasks(config=msgspec.msgpack.encode(config), limit=limit)
-        reply = await self._pool.run(load, note, found.clear)
+        try:
+            reply = await self._pool.run(load, note, found.clear)
+        except EpisodeFailure as failure:
+            raise ConfigError(
+                "tasks are read within environment.timeout_s, by a process that lives on",
+                str(failure),
+                "correct their source, or raise environment.timeout_s",
+            ) from failure
         if reply.problem is not None:
             raise error_from_record(reply.problem)
         return tuple(found)

@@ -31,7 +31,7 @@ class ScorerConfig(Config):
     def check(self) -> None:
         if ":" not in self.source:
             raise ConfigError(
-                'a scorer is named "module:Name" or "file.py:Name"',
+                'scorer.source names a scorer as "module:Name" or "file.py:Name"',
                 self.source,
                 'built in: "headrace.scoring.rules:ExactMatch"',
             )

@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from headrace.bounds import SystemFailure, checked_metrics
-from headrace.errors import EpisodeFailure
+from headrace.bounds import SystemFailure, checked_metrics, text_of
+from headrace.errors import EpisodeFailure, quoted
 from headrace.records import Episode, Record, Task, message
-from headrace.references import resolve
+from headrace.references import made, resolve
 from headrace.scoring.base import Attempt, AttemptTurn, Score
 from headrace.scoring.config import ScorerConfig
 from headrace.tokenizer import Tokenizer
@@ -57,19 +57,15 @@ class _Scoring:
         found: Any = resolve(config.source)
         self._score: Callable[..., Any]
         if inspect.isclass(found):
-            scorer: Any = found(**config.options)
-            self._score = scorer.score
+            self._score = made(found, config.options, config.source, "scorer").score
         else:
             self._score = partial(found, **config.options) if config.options else found
 
     async def handle(self, body: Any, ask: AskController) -> ScoreReply:
         assert isinstance(body, ScoreCall)
         result = await call_user(self._score, body.task, self._attempt(body))
-        score = result if isinstance(result, Score) else Score(float(result))
-        reward = float(score.reward)
-        if not abs(reward) <= MAX_ABS_REWARD:
-            raise SystemFailure("bad_reward", f"a reward is a number of at most ±{MAX_ABS_REWARD:g} (got {reward})")
-        return ScoreReply(reward=reward, metrics=checked_metrics(score.metrics))
+        score = result if isinstance(result, Score) else Score(result)
+        return ScoreReply(reward=reward_of(score.reward), metrics=checked_metrics(score.metrics))
 
     def _attempt(self, call: ScoreCall) -> Attempt:
         decode = self._tokenizer.decode
@@ -83,6 +79,34 @@ class _Scoring:
             for turn in call.turns
         ]
         return Attempt(turns=turns, metrics=call.metrics)
+
+
+def reward_of(value: Any) -> float:
+    """The number that a scorer gave: Python's, NumPy's, or a tensor with one element. All else is `bad_reward`."""
+    if value is None:
+        raise _bad_reward("None", "let every way through the scorer end with a `return`")
+    if inspect.isawaitable(value):
+        if inspect.iscoroutine(value):
+            value.close()
+        raise _bad_reward("a coroutine", "`await` it in the scorer, which may be an `async def`")
+    kind = type(value).__name__
+    if isinstance(value, str | bytes):
+        raise _bad_reward(f"a text, {quoted(value)}", "return float(…) of it")
+    if isinstance(value, dict | list | tuple | set):
+        example = "Score(reward, {name: number})" if isinstance(value, dict | tuple) else "one float"
+        raise _bad_reward(f"a {kind}, {quoted(value)}", f"return {example} for the attempt")
+    try:
+        reward = float(value)
+    except Exception as error:
+        raise _bad_reward(f"a {kind}: {text_of(error, 200)}", "return a float; of a tensor its .item()") from error
+    if not abs(reward) <= MAX_ABS_REWARD:
+        raise _bad_reward(str(reward), "look for a division by zero or a mistake in its scale")
+    return reward
+
+
+def _bad_reward(got: str, remedy: str) -> SystemFailure:
+    rule = f"a reward is a number of at most ±{MAX_ABS_REWARD:g}"
+    return SystemFailure("bad_reward", f"{rule} (got {got}); {remedy}")
 
 
 class WorkerScorers:

@@ -58,6 +58,8 @@ class RunFolder:
         self.report = self.path / "report.png"
         self.summary = self.path / "summary.json"
         self._lock: int | None = None
+        self._made: list[Path] = []
+        """Folders that `make` has made, the innermost first."""
 
     # ── Finding, making, holding ─────────────────────────────────────────────────────────────────────────
 
@@ -77,7 +79,7 @@ class RunFolder:
             raise RunFolderError(
                 "a run's folder holds a config.toml",
                 str(self.path),
-                _known_runs(self.path) or "give a run's own folder",
+                _known_runs(self.path) or "give a run's own folder, which also holds its ledger.sqlite",
             )
         return self
 
@@ -99,7 +101,16 @@ class RunFolder:
             self.hold()
             self.release()
             self._remove_run()
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         self.path.mkdir(parents=True, exist_ok=True)
+
+    def unmake(self) -> None:
+        """After a start that was refused: nothing is left that was not there before `make`."""
+        self._remove_run()
+        for folder in self._made:
+            if any(folder.iterdir()):
+                return
+            folder.rmdir()
 
     def _remove_run(self) -> None:
         """What a run writes, and nothing else: a user's own files in the folder stay."""

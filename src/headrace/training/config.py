@@ -138,7 +138,8 @@ class TrainingConfig(Config):
     """Compute what sequences begin with in common, as a group's prompt, once. For the native back end; log-probs
     change within rounding."""
     backend: Literal["native", "transformers"] = "native"
-    """Whose definition of the model is trained. `transformers` takes any causal LM of that library."""
+    """Whose definition of the model is trained. `transformers` takes any causal LM of that library; a
+    run's policy is one that its engine knows, too."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of forward and backward; `auto` as `engine.dtype`. The parameters that the optimizer keeps are float32.

@@ -17,7 +17,10 @@ CASES = {
     "unknown key": (["--set", "buffer.dept=3"], ["'buffer.dept'", "did you mean buffer.depth?"]),
     "out of range": (["--set", "buffer.depth=-3"], ["buffer.depth is an integer >= 1", "-3"]),
     "wrong type": (["--set", "training.steps=many"], ["training.steps is an integer >= 1", "'many'"]),
-    "unknown variant": (["--set", "tasks.type=csv"], ['tasks.type is one of "jsonl", "reasoning_gym", "python"']),
+    "unknown variant": (
+        ["--set", "tasks.type=csv"],
+        ['tasks.type is one of "jsonl", "parquet", "datasets", "reasoning_gym", "python"'],
+    ),
     "model missing": (["--set", "model.path=nowhere"], ["model.path", "'nowhere'"]),
     "tasks missing": (["--set", "tasks.path=nowhere.jsonl"], ["tasks.path", "does not exist", "nowhere.jsonl"]),
     "environment missing": (["--set", "environment.source=e.py:E"], ["environment.source", "e.py"]),

@@ -143,4 +143,4 @@ def test_environment_scorer_and_task_references_name_their_key(project: Path) ->
 def test_a_reference_to_something_that_cannot_be_called_is_refused(project: Path) -> None:
     error = refusal(project, "scorer.source=os:sep")
     assert error.rule == "scorer.source names a class or a function"
-    assert error.remedy == "it leads to str"
+    assert error.remedy == "it leads to str: name the class or function itself"

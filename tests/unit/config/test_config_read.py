@@ -49,7 +49,11 @@ def test_a_minimal_file_leaves_every_default_in_place(file: Path) -> None:
     [
         ("bufer.depth=40", "bufer", "did you mean buffer?"),
         ("buffer.dept=40", "buffer.dept", "did you mean buffer.depth?"),
-        ("tasks.extra.deep=1", "tasks.extra", "known in tasks: path, type"),
+        (
+            "tasks.extra.deep=1",
+            "tasks.extra",
+            "known in tasks: answer_column, id_column, path, prompt_column, type",
+        ),
         ("tasks.pth=x", "tasks.pth", "did you mean tasks.path?"),
         ("tasks.dataset=x", "tasks.dataset", 'dataset belongs to tasks.type = "reasoning_gym"'),
         ("max_staleness=3", "max_staleness", "did you mean buffer.max_staleness?"),
@@ -89,7 +93,11 @@ def test_an_unknown_key_is_named_in_full_with_the_nearest_known_one(
         ("environment.stop_strings=[1]", "environment.stop_strings[0] is a text", 1),
         ("environment.options=[1]", "environment.options is a table", [1]),
         ("buffer=3", "buffer is a table", 3),
-        ("tasks=3", 'tasks is a table of type "jsonl" or "reasoning_gym" or "python"', 3),
+        (
+            "tasks=3",
+            'tasks is a table of type "jsonl" or "parquet" or "datasets" or "reasoning_gym" or "python"',
+            3,
+        ),
         ("seed=-1", "seed is an integer >= 0 and < 4294967296", -1),
         ("training.optimizer.eps=inf", "training.optimizer.eps is a finite number", float("inf")),
         ("name=../x", "name is that of one folder", "../x"),
@@ -106,8 +114,11 @@ def test_a_wrong_value_is_refused_with_what_the_key_accepts(
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        ("tasks.type=csv", 'tasks.type is one of "jsonl", "reasoning_gym", "python"'),
-        ("evaluation.tasks.type=csv", 'evaluation.tasks.type is one of "jsonl", "reasoning_gym", "python"'),
+        ("tasks.type=csv", 'tasks.type is one of "jsonl", "parquet", "datasets", "reasoning_gym", "python"'),
+        (
+            "evaluation.tasks.type=csv",
+            'evaluation.tasks.type is one of "jsonl", "parquet", "datasets", "reasoning_gym", "python"',
+        ),
         ("engine.type=vllm", 'engine.type is one of "native"'),
         (
             "training.algorithm.type=a2c",
@@ -130,12 +141,12 @@ def test_an_unknown_variant_is_refused_with_those_known(file: Path, override: st
         (
             'model.path = "m"',
             "tasks is required",
-            'add a table [tasks] with type, one of "jsonl", "reasoning_gym", "python"',
+            'add a table [tasks] with type, one of "jsonl", "parquet", "datasets", "reasoning_gym", "python"',
         ),
         (
             'model.path = "m"\ntasks.path = "x"',
             "tasks.type is required",
-            'set tasks.type to one of "jsonl", "reasoning_gym", "python"',
+            'set tasks.type to one of "jsonl", "parquet", "datasets", "reasoning_gym", "python"',
         ),
         ('model.path = "m"\ntasks.type = "python"', "tasks.source is required", "set tasks.source to a text"),
     ],

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -59,6 +60,33 @@ def test_a_missing_folder_is_named(tmp_path):
     assert error.value == str(tmp_path / "nowhere")
 
 
+def test_a_name_on_the_hub_is_told_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert refusal(Path("Qwen/Qwen3-0.6B")).remedy == (
+        "for the model of that name on the hub: hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B, and name "
+        "that folder"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "begins"),
+    [
+        ("model-Q4.gguf", "GGUF files are for other programs"),
+        ("adapter_config.json", "this is an adapter"),
+    ],
+)
+def test_a_folder_of_another_kind_is_told_what_it_is(tmp_path, name, begins):
+    (tmp_path / name).write_bytes(b"{}")
+    assert refusal(tmp_path).remedy.startswith(begins)
+
+
+def test_a_pointer_of_git_lfs_is_told_from_weights(single):
+    (single / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    error = refusal(single)
+    assert error.rule == "model.safetensors must hold the weights; it is a pointer of Git LFS to them"
+    assert error.remedy.startswith("run `git lfs pull`")
+
+
 def test_a_file_in_place_of_a_folder_is_refused(single):
     assert refusal(single / "config.json").rule == "a model must be a folder, not a file"
 
@@ -92,7 +120,14 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(single):
     edit_config(single, model_type="mamba")
     error = refusal(single)
     assert error.value == "mamba"
-    assert error.remedy == "the known ones are: llama, qwen2, qwen3"
+    assert error.remedy == (
+        "a run's policy is one of: llama, qwen2, qwen3: no engine samples others; another causal model can be "
+        'trained (training.backend = "transformers") in a loop of your own'
+    )
+    edit_config(single, model_type="bert", architectures=["BertForMaskedLM"])
+    assert refusal(single).remedy == (
+        "a run's policy is one of: llama, qwen2, qwen3; BertForMaskedLM is no causal language model at all"
+    )
 
 
 def test_a_folder_without_weights_is_refused(single):

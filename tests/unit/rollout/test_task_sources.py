@@ -47,13 +47,12 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path):
     config = written(tmp_path, '{"prompt": "a"}', "", '{"prompt": "b"')
     with pytest.raises(ConfigError) as caught:
         load_tasks(config)
-    assert f"{config.path}:3: " in str(caught.value)
-    assert "one JSON object" in caught.value.rule
+    assert caught.value.rule == f"{config.path}, line 3: a line is one JSON object"
 
 
 @pytest.mark.parametrize("line", ['{"question": "a"}', '["prompt"]', '"prompt"', "7"])
 def test_a_line_without_a_prompt_is_refused(tmp_path, line):
-    with pytest.raises(ConfigError, match=r'has a "prompt".*tasks.jsonl:1'):
+    with pytest.raises(ConfigError, match=r'tasks.jsonl, line 1: a task has a "prompt"'):
         load_tasks(written(tmp_path, line))
 
 
