@@ -18,8 +18,10 @@ import pytest
 from integration_project import CONFIG, USER_CODE, Project
 
 from headrace.errors import InputError
+from headrace.ledger import Ledger
 from headrace.orchestration.folder import prepare
 from headrace.orchestration.vault import checkpoint_steps
+from headrace.resume import open_session
 from headrace.telemetry.folder import RunFolder
 from headrace.training.checkpoint_state import _digest, read_state
 
@@ -380,3 +382,24 @@ def test_from_needs_resume(copied: Project) -> None:
     done = copied.headrace("train", "config.toml", "--from", "3")
     assert done.returncode == 2
     assert "give --resume too" in done.stderr
+
+
+def test_a_run_killed_again_before_it_has_set_its_files_aside_is_sound(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="killed between the restore's booking and its files")
+    run = RunFolder(copied.run)
+    state = read_state(newest(copied.run))
+    ledger = Ledger(run.ledger)
+    open_session(ledger, state["state"], config=run.config.read_text())
+    ledger.close()
+    assert [step for step, _ in run.step_files() if step > state["step"]], "something is to be set aside"
+    assert copied.audit()["violations"] == []
+    goes_on(copied)
+
+
+def test_a_finished_run_whose_resumption_never_began_is_sound(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="a resumption that fails at the start")
+    done = copied.headrace("train", "config.toml", "--resume", "--json", timeout=240)
+    assert done.returncode == 0, done.stderr
+    more = ["--set", "training.steps=70", "--set", "limits.start_s=0.01"]
+    assert copied.headrace("train", "config.toml", "--resume", *more).returncode == 1
+    assert copied.audit()["violations"] == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
 import sys
@@ -317,6 +318,13 @@ def test_a_sample_nobody_waited_for_is_abandoned_and_not_recorded(tmp_path, smal
     episode, engine = run_environment(tmp_path, small_model, "first_of_two")
     assert len(episode.turns) == 1
     assert engine.abandoned == [9]
+
+
+def test_an_episode_ends_after_it_began_though_the_clock_is_set_back(tmp_path, small_model, monkeypatch):
+    clock = itertools.count(1_800_000_000, -3600)
+    monkeypatch.setattr("headrace.rollout.worker.time.time", lambda: float(next(clock)))
+    episode, _ = run_environment(tmp_path, small_model, "together")
+    assert 0 < episode.finished - episode.started < 30
 
 
 def test_an_episode_that_is_not_sampling_is_cut_at_once(tmp_path, small_model):

@@ -18,7 +18,8 @@ def check_weights(evidence: Evidence, tree: Tree, published: Published, findings
     """Each kept version is what was published under its number; each checkpoint is of the ledger's version."""
     if evidence.folder is None:
         return
-    kept = {int(file.stem): file for file in sorted(evidence.folder.versions.glob("*.safetensors"))}
+    files = sorted(evidence.folder.versions.glob("*.safetensors"))
+    kept = {int(file.stem): file for file in files if file.stem.isdecimal()}
     for number, file in kept.items():
         if number not in tree.versions and not evidence.crashed:
             findings.add(LEDGER, f"version {number}", f"{file.name} is kept, and the ledger has no such version")

@@ -23,8 +23,11 @@ from headrace.telemetry.folder import RunFolder
 def prepare(
     run: RunFolder, config: RunConfig, *, resume: bool, overwrite: bool, from_step: int | None = None
 ) -> RunConfig:
-    """The run's folder, held by this process, with the resolved configuration in it, which is returned. One that is
-    resumed is looked at first: `from_step` as in `inspect_run`."""
+    """The resolved configuration; the run's folder is held by this process. A new run's folder has it at once.
+
+    A run that is resumed is looked at first (`from_step` as in `inspect_run`). What its folder has stays as it is
+    until the session has begun: the run may have finished, and this session may never begin.
+    """
     check_devices(config)
     if from_step is not None and not resume:
         raise ConfigError("--from chooses what --resume goes on from", from_step, "give --resume too")
@@ -39,8 +42,10 @@ def prepare(
         )
     run.hold()
     try:
-        config = _take_up(run, config, from_step) if resume else config
-        write_whole(run.config, dump_config(config))
+        if resume:
+            config = _take_up(run, config, from_step)
+        else:
+            write_whole(run.config, dump_config(config))
     except BaseException:
         run.release()
         raise

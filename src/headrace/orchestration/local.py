@@ -261,6 +261,7 @@ class _Run:
         start = await asyncio.to_thread(
             open_session, ledger, state, config=dump_config(self._config), lost=standing.lost
         )
+        await asyncio.to_thread(write_whole, self._place.config, dump_config(self._config))
         if state is not None:
             await asyncio.to_thread(ledger.restored_from, int(state["version"]), standing.digest)
         vault.set_aside(start.progress.step)

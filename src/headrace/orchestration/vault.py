@@ -62,7 +62,7 @@ class FolderVault:
     def forget_versions(self, first: int) -> None:
         """Remove kept weights from number `first` on: a crash kept them before their number was given out."""
         for file in self._versions.glob("*.safetensors"):
-            if int(file.stem) >= first:
+            if file.stem.isdecimal() and int(file.stem) >= first:
                 file.unlink()
 
     def kept_bytes(self) -> int:
