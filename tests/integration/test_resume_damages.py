@@ -20,7 +20,7 @@ from integration_project import CONFIG, USER_CODE, Project
 from headrace.errors import InputError
 from headrace.ledger import Ledger
 from headrace.orchestration.folder import prepare
-from headrace.orchestration.vault import checkpoint_steps
+from headrace.orchestration.vault import FolderVault, checkpoint_steps
 from headrace.resume import open_session
 from headrace.telemetry.folder import RunFolder
 from headrace.training.checkpoint_state import _digest, read_state
@@ -189,6 +189,16 @@ def line(name: str, number: int, text: str) -> Harm:
     return harm
 
 
+def not_text(name: str) -> Harm:
+    """The third line of a file is no UTF-8."""
+
+    def harm(run: Path) -> None:
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join([*lines[:2], b"\xff\xfe\n", *lines[3:]]))
+
+    return harm
+
+
 def last_step(run: Path, step: int | None = None) -> Path:
     return run / "episodes" / f"step-{step or int(newest(run).name[5:]):06d}.jsonl"
 
@@ -263,6 +273,10 @@ DAMAGES = [
     Damage("a stored step that is cut off", lambda run: truncate(last_step(run)), r"stored episodes can be read"),
     Damage("a line of metrics that is none", line("metrics.jsonl", 2, "{\n"), r"metrics.jsonl, line 3.*damaged"),
     Damage("a line of events that is none", line("events.jsonl", 2, "{\n"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of events that is a number", line("events.jsonl", 2, "5\n"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of metrics that is no text", not_text("metrics.jsonl"), r"metrics.jsonl, line 3.*damaged"),
+    Damage("a line of events that is no text", not_text("events.jsonl"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of metrics without a step", line("metrics.jsonl", 2, "{}\n"), r"line 3 names its step.*damaged"),
     Damage("a torn last line of metrics", lambda run: truncate_line(run / "metrics.jsonl")),
     Damage("a torn last line of events", lambda run: truncate_line(run / "events.jsonl")),
     Damage("config.toml is cut off", lambda run: truncate(run / "config.toml")),
@@ -403,3 +417,13 @@ def test_a_finished_run_whose_resumption_never_began_is_sound(copied: Project, t
     more = ["--set", "training.steps=70", "--set", "limits.start_s=0.01"]
     assert copied.headrace("train", "config.toml", "--resume", *more).returncode == 1
     assert copied.audit()["violations"] == []
+
+
+def test_files_whose_names_only_look_like_numbers_are_left_alone(copied: Project) -> None:
+    shutil.copytree(newest(copied.run), copied.run / "checkpoints" / "step-²")
+    (copied.run / "versions" / "².safetensors").write_bytes(b"")
+    (copied.run / "versions" / "notes.safetensors").write_bytes(b"")
+    assert refusal(copied) == ""
+    assert copied.audit("--recompute", "5")["violations"] == []
+    FolderVault(copied.run, keep=2).forget_versions(0)
+    assert (copied.run / "versions" / "notes.safetensors").exists()

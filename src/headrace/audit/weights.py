@@ -80,7 +80,7 @@ def _check_checkpoints(evidence: Evidence, tree: Tree, folder: RunFolder, findin
     if alive and not (folder.checkpoints / f"step-{max(alive):06d}").is_dir():
         findings.unchecked["the newest checkpoint"] = f"step-{max(alive):06d} was deleted since"
     for path in sorted(folder.checkpoints.glob("step-*")):
-        if not path.name[5:].isdigit():
+        if not path.name[5:].isdecimal():
             continue
         findings.checked["checkpoints"] += 1
         try:

@@ -93,5 +93,5 @@ class FolderVault:
 
 def checkpoint_steps(folder: Path) -> dict[int, Path]:
     """A run's checkpoints by their steps, in order. They appear whole or not."""
-    paths = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    paths = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     return dict(sorted((int(path.name[5:]), path) for path in paths))

@@ -193,16 +193,19 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines. A last line that a crash cut short is left out."""
     if not file.is_file():
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
+                found = json.loads(line)
+                if not isinstance(found, dict):
+                    raise ValueError(f"it is of type {type(found).__name__}")
+            except (ValueError, RecursionError) as error:
                 raise RunFolderError(
                     f"{file}, line {number} is one JSON object", str(error), "the file is damaged: restore it"
                 ) from error
+            yield found
 
 
 def _known_runs(folder: Path) -> str:
