@@ -72,7 +72,7 @@ def text_of(value: object, limit: int = MAX_TEXT) -> str:
     try:
         text = clip(value if isinstance(value, str) else str(value), limit)
         return text.encode(errors="replace").decode()
-    except Exception as error:
+    except BaseException as error:  # an exit would end the worker, and with it the episodes beside this one
         return f"(its text cannot be had: {type(error).__name__})"
 
 

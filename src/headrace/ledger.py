@@ -305,7 +305,8 @@ class Ledger:
     def rows(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
         """The same one row after another, in little memory."""
         with self._told("read"):
-            yield from self._db.execute(sql, values)
+            # An iterator of its own: `yield from` would close the cursor, also where the file was closed before.
+            yield from iter(self._db.execute(sql, values).fetchone, None)
 
     def close(self) -> None:
         self._db.close()

@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -426,14 +427,20 @@ async def call_user(function: Callable[..., Any], *args: Any) -> Any:
         return await function(*args)
     job = current_job.get()
 
-    def call() -> Any:
+    def call() -> tuple[Any, BaseException | None]:
+        """The result and None, or None and what was raised: no future carries a StopIteration."""
         _in_threads.add(job)
         try:
-            return function(*args)
+            return function(*args), None
+        except BaseException as error:
+            return None, error
         finally:
             _in_threads.discard(job)
 
-    return await asyncio.to_thread(call)
+    result, error = await asyncio.to_thread(call)
+    if error is not None:
+        raise error
+    return result
 
 
 def serve(sock: socket.socket, handler: Handler, *, kind: str, threads: int) -> None:
@@ -447,7 +454,14 @@ def serve(sock: socket.socket, handler: Handler, *, kind: str, threads: int) -> 
         await _Server(handler, kind).serve(sock)
 
     threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
-    asyncio.run(main())
+    with asyncio.Runner() as runner:
+        try:
+            runner.run(main())
+        except BaseException:
+            # Users' code beside the jobs has broken the loop. Closing it would cancel all jobs, and the innocent
+            # would be reported as failed instead of being run again.
+            traceback.print_exc()
+            os._exit(1)
 
 
 def _exit_with_parent(parent: int) -> None:
@@ -524,8 +538,9 @@ class _Server:
         try:
             result = await self._handler(job.body.record, ask)
             self._send(Done(id=job.id, body=Nested(result)))
-        except (Exception, asyncio.CancelledError) as error:
-            # Also a cancellation, which may be the user's code's own; for a job that was taken back nobody listens.
+        except BaseException as error:
+            # Also a cancellation or an exit, which may be the user's code's own; for a job that was taken back
+            # nobody listens.
             self._send(_failed(job, error, self._kind))
         finally:
             self._tasks.pop(job.id, None)

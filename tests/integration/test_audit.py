@@ -177,3 +177,13 @@ def test_less_recomputation_than_was_asked_for_fails(tampered):
     assert (report["recomputed"]["asked"], report["recomputed"]["episodes"]) == (5, 0)
     assert "0 of the 5 asked for" in report["violations"][0]["what"]
     assert "deleted since" in report["unchecked"]["weights of kept versions"]
+
+
+def test_a_run_that_ended_while_it_started_is_told_apart_from_one_that_lost_its_ledger(finished, tmp_path):
+    (tmp_path / "config.toml").write_bytes((finished.run / "config.toml").read_bytes())
+    done = finished.headrace("audit", str(tmp_path))
+    assert done.returncode == 2
+    assert "ended while it was starting" in done.stderr
+    assert "--resume" in done.stderr
+    (tmp_path / "metrics.jsonl").write_bytes((finished.run / "metrics.jsonl").read_bytes())
+    assert "has lost it" in finished.headrace("audit", str(tmp_path)).stderr

@@ -19,8 +19,10 @@ import pytest
 from integration_project import CONFIG, USER_CODE, Project
 
 from headrace.errors import InputError
+from headrace.ledger import Ledger
 from headrace.orchestration.folder import prepare
-from headrace.orchestration.vault import checkpoint_steps
+from headrace.orchestration.vault import FolderVault, checkpoint_steps
+from headrace.resume import open_session
 from headrace.telemetry.folder import RunFolder
 from headrace.training.checkpoint_state import _digest, read_state
 
@@ -209,6 +211,16 @@ def line(name: str, number: int, text: str) -> Harm:
     return harm
 
 
+def not_text(name: str) -> Harm:
+    """The third line of a file is no UTF-8."""
+
+    def harm(run: Path) -> None:
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join([*lines[:2], b"\xff\xfe\n", *lines[3:]]))
+
+    return harm
+
+
 def last_step(run: Path, step: int | None = None) -> Path:
     return run / "episodes" / f"step-{step or int(newest(run).name[5:]):06d}.jsonl"
 
@@ -283,6 +295,10 @@ DAMAGES = [
     Damage("a stored step that is cut off", lambda run: truncate(last_step(run)), r"stored episodes can be read"),
     Damage("a line of metrics that is none", line("metrics.jsonl", 2, "{\n"), r"metrics.jsonl, line 3.*damaged"),
     Damage("a line of events that is none", line("events.jsonl", 2, "{\n"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of events that is a number", line("events.jsonl", 2, "5\n"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of metrics that is no text", not_text("metrics.jsonl"), r"metrics.jsonl, line 3.*damaged"),
+    Damage("a line of events that is no text", not_text("events.jsonl"), r"events.jsonl, line 3.*damaged"),
+    Damage("a line of metrics without a step", line("metrics.jsonl", 2, "{}\n"), r"line 3 names its step.*damaged"),
     Damage("a torn last line of metrics", lambda run: truncate_line(run / "metrics.jsonl")),
     Damage("a torn last line of events", lambda run: truncate_line(run / "events.jsonl")),
     Damage("config.toml is cut off", lambda run: truncate(run / "config.toml")),
@@ -402,3 +418,34 @@ def test_from_needs_resume(copied: Project) -> None:
     done = copied.headrace("train", "config.toml", "--from", "3")
     assert done.returncode == 2
     assert "give --resume too" in done.stderr
+
+
+def test_a_run_killed_again_before_it_has_set_its_files_aside_is_sound(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="killed between the restore's booking and its files")
+    run = RunFolder(copied.run)
+    state = read_state(newest(copied.run))
+    ledger = Ledger(run.ledger)
+    open_session(ledger, state["state"], config=run.config.read_text())
+    ledger.close()
+    assert [step for step, _ in run.step_files() if step > state["step"]], "something is to be set aside"
+    assert copied.audit()["violations"] == []
+    goes_on(copied)
+
+
+def test_a_finished_run_whose_resumption_never_began_is_sound(copied: Project, trial: Trial) -> None:
+    trial("resume-damages", name="a resumption that fails at the start")
+    done = copied.headrace("train", "config.toml", "--resume", "--json", timeout=240)
+    assert done.returncode == 0, done.stderr
+    more = ["--set", "training.steps=70", "--set", "limits.start_s=0.01"]
+    assert copied.headrace("train", "config.toml", "--resume", *more).returncode == 1
+    assert copied.audit()["violations"] == []
+
+
+def test_files_whose_names_only_look_like_numbers_are_left_alone(copied: Project) -> None:
+    shutil.copytree(newest(copied.run), copied.run / "checkpoints" / "step-²")
+    (copied.run / "versions" / "².safetensors").write_bytes(b"")
+    (copied.run / "versions" / "notes.safetensors").write_bytes(b"")
+    assert refusal(copied) == ""
+    assert copied.audit("--recompute", "5")["violations"] == []
+    FolderVault(copied.run, keep=2).forget_versions(0)
+    assert (copied.run / "versions" / "notes.safetensors").exists()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import socket
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,26 @@ class Errand(Record):
     seconds: float = 0.0
 
 
+class Beyond(BaseException):
+    """What no `except Exception` catches, and no text can be had of."""
+
+    def __str__(self) -> str:
+        raise KeyboardInterrupt
+
+
+RAISED: dict[str, BaseException] = {
+    "exit": SystemExit("enough"),
+    "interrupt": KeyboardInterrupt("pressed"),
+    "generator": GeneratorExit("closed"),
+    "beyond": Beyond(),
+    "end of an iterator": StopIteration("no more"),
+}
+
+
+def throw(error: BaseException) -> None:
+    raise error
+
+
 async def obey(order: Errand, ask: Any) -> Errand:
     if order.what == "crash":
         await asyncio.sleep(order.seconds)
@@ -40,6 +62,13 @@ async def obey(order: Errand, ask: Any) -> Errand:
         await call_user(time.sleep, order.seconds)
     elif order.what == "cancel itself":
         raise asyncio.CancelledError
+    elif order.what in RAISED:
+        raise RAISED[order.what]
+    elif order.what.startswith("thread raises "):
+        await call_user(throw, RAISED[order.what.removeprefix("thread raises ")])
+    elif order.what == "break the loop":
+        asyncio.get_running_loop().call_soon(sys.exit, 3)
+        await asyncio.sleep(60)
     elif order.what == "ask":
         return await ask(order)
     else:
@@ -131,6 +160,45 @@ def test_a_cancellation_of_the_users_own_fails_the_job_at_once(tmp_path):
         return caught.value.reason
 
     assert with_pool(tmp_path, work) == "job_error"
+
+
+@pytest.mark.parametrize("thread", ["", "thread raises "], ids=["coroutine", "thread"])
+def test_whatever_users_code_raises_fails_its_job_at_once_and_no_other(tmp_path, thread):
+    details = {}
+
+    async def work(pool):
+        innocent = asyncio.ensure_future(pool.run(Errand(what="sleep", seconds=1)))
+        for name in RAISED:
+            begun = time.monotonic()
+            with pytest.raises(EpisodeFailure) as caught:
+                await pool.run(Errand(what=thread + name))
+            assert caught.value.reason == "job_error"
+            assert time.monotonic() - begun < 3
+            details[name] = caught.value.detail
+        return (await innocent).what
+
+    assert with_pool(tmp_path, work) == "sleep"
+    assert details == {
+        "exit": "SystemExit: enough",
+        "interrupt": "KeyboardInterrupt: pressed",
+        "generator": "GeneratorExit: closed",
+        "beyond": "Beyond: (its text cannot be had: KeyboardInterrupt)",
+        "end of an iterator": "RuntimeError: coroutine raised StopIteration",
+    }
+    assert [file.name for file in tmp_path.glob("job-*.log")] == ["job-1.log"]
+
+
+def test_jobs_beside_one_that_ends_the_loop_are_run_again_and_do_not_fail(tmp_path):
+    async def work(pool):
+        innocent = [asyncio.ensure_future(pool.run(Errand(what="sleep", seconds=0.2))) for _ in range(4)]
+        with pytest.raises(EpisodeFailure) as caught:
+            await pool.run(Errand(what="break the loop"))
+        return caught.value, [(await each).what for each in innocent]
+
+    failure, others = with_pool(tmp_path, work, timeout_s=30)
+    assert failure.reason == "job_crash"
+    assert "exit status 1" in failure.detail
+    assert others == ["sleep"] * 4
 
 
 def test_a_question_that_cannot_be_answered_fails_and_does_not_hang(tmp_path):
@@ -250,6 +318,13 @@ def test_a_sample_nobody_waited_for_is_abandoned_and_not_recorded(tmp_path, smal
     episode, engine = run_environment(tmp_path, small_model, "first_of_two")
     assert len(episode.turns) == 1
     assert engine.abandoned == [9]
+
+
+def test_an_episode_ends_after_it_began_though_the_clock_is_set_back(tmp_path, small_model, monkeypatch):
+    clock = itertools.count(1_800_000_000, -3600)
+    monkeypatch.setattr("headrace.rollout.worker.time.time", lambda: float(next(clock)))
+    episode, _ = run_environment(tmp_path, small_model, "together")
+    assert 0 < episode.finished - episode.started < 30
 
 
 def test_an_episode_that_is_not_sampling_is_cut_at_once(tmp_path, small_model):

@@ -261,3 +261,13 @@ def test_numbers_that_were_lost_are_booked_and_not_given_out_again():
     assert (session, ledger.next_version(), ledger.next_sequence()) == (3, 5, 4)
     assert ledger.sums()["dropped"][LOST_WITH_LEDGER] == 4
     assert ledger.query("SELECT number, orphaned FROM versions") == [(0, 0), (1, 0), (2, 1), (3, 1), (4, 1)]
+
+
+def test_rows_that_nobody_reads_to_their_end_outlive_the_file():
+    ledger = Ledger(":memory:")
+    ledger.recover(None)
+    ledger.recover(None)
+    rows = ledger.rows("SELECT number FROM sessions ORDER BY number")
+    assert next(rows) == (1,)
+    ledger.close()
+    rows.close()

@@ -20,6 +20,7 @@ from headrace.ledger import (
     episode_name,
     group_name,
 )
+from headrace.training.config import teacher_step
 
 _REASON = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
@@ -79,7 +80,9 @@ class _Rules:
         self._tree = tree
         self._sessions = {session.number: session for session in tree.sessions}
         self._last = max(self._sessions, default=0)
-        self._taught = config.training.distillation is not None
+        self._distillation = config.training.distillation
+        self._teachers_at: dict[int, set[int | None]] = {}
+        """The last that was asked for."""
         self._produced: dict[int, int] = {}
         """The last version that each session's groups were trained into so far."""
 
@@ -206,8 +209,31 @@ class _Rules:
             yield Violation(STALENESS, row.id, what)
         if row.tokens == 0:
             yield Violation(LEDGER, row.id, "trained without a token")
-        if row.teacher is not None and not (self._taught and row.teacher <= row.trained_at):
-            yield Violation(LEDGER, row.id, f"held against a teacher of version {row.teacher}")
+        if row.teacher not in (expected := self._teachers(row.trained_at)):
+            named = " or ".join(map(str, sorted(expected, key=str))) or "none that is known"
+            yield Violation(LEDGER, row.id, f"held against a teacher of version {row.teacher}, and it was {named}")
+
+    def _teachers(self, trained_at: int) -> set[int | None]:
+        """What the teacher of a step, at this version of the trainer, may be called.
+
+        In self-distillation it is the policy of an earlier step, which has a second number where a session was
+        restored right there.
+        """
+        config = self._distillation
+        if config is None or config.teacher is not None:
+            return {None}
+        if trained_at not in self._teachers_at:
+            found: set[int | None] = set()
+            number: int | None = trained_at
+            step = None
+            while number is not None and (version := self._tree.versions.get(number)) is not None:
+                step = teacher_step(version.step, config.every) if step is None else step
+                if version.step == step:
+                    found.add(number)
+                earlier = version.parent is not None and version.parent < number and version.step >= step
+                number = version.parent if earlier else None
+            self._teachers_at = {trained_at: found}
+        return self._teachers_at[trained_at]
 
 
 def check_batches(evidence: Evidence, tree: Tree) -> Iterator[Violation]:

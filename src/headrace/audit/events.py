@@ -9,6 +9,7 @@ from typing import Any
 
 from headrace.audit.evidence import Evidence
 from headrace.audit.findings import CORRUPTION, LEDGER, PROVENANCE, RECORDS, SWAP, Findings, some
+from headrace.audit.turns import engine_names
 from headrace.audit.versions import Tree
 from headrace.ledger import DROPPED, IN_FLIGHT, LOST_IN_CRASH
 from headrace.telemetry.folder import file_digest
@@ -26,8 +27,8 @@ class Published:
     checksums: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     """Versions whose weights were kept for the audit."""
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """Step and pass rate of each."""
+    evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    """Of each its session and what it found."""
 
 
 def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Published:
@@ -53,6 +54,7 @@ class _Reader:
     def __init__(self, evidence: Evidence, tree: Tree, findings: Findings):
         self._evidence, self._tree, self._findings = evidence, tree, findings
         self._sessions = {session.number: session for session in tree.sessions}
+        self._engines = {*engine_names(evidence.config.engine.count), "engine-eval"}
         self._session = 0
         self._newest = -1
         """Published in this session."""
@@ -63,6 +65,8 @@ class _Reader:
         self._dropped_groups: Counter[int] = Counter()
         self._stored: dict[int, tuple[str, int]] = {}
         """Of each step the digest of its file and the episodes in it, as written last."""
+        self._checkpoints: Counter[tuple[int, int, int]] = Counter()
+        """Session, version and step of each that the events tell of."""
         self.published = Published()
 
     # ── What events say ──────────────────────────────────────────────────────────────────────────────────
@@ -100,6 +104,8 @@ class _Reader:
         before = self.published.checksums.setdefault(number, checksum)
         if before != checksum:
             self._findings.add(SWAP, where, "different sets of weights were published under it")
+        if strangers := {*event.get("engines", ()), *event.get("served", ())} - self._engines:
+            self._findings.add(SWAP, where, f"published to {sorted(strangers)}, which the run does not have")
         for engine, served in event.get("served", {}).items():
             if served != checksum:
                 self._findings.add(SWAP, where, f"{engine} served other bytes than were published")
@@ -134,9 +140,16 @@ class _Reader:
         self._dropped_groups[self._session] += 1
 
     def see_evaluated(self, event: dict[str, Any]) -> None:
-        if event["version"] not in self._tree.versions and not self._crashed(self._session):
-            self._findings.add(LEDGER, f"version {event['version']}", "evaluated, and not in the ledger")
-        self.published.evaluations.append((event["step"], event["pass_1"]))
+        number, step = event["version"], event["step"]
+        known = self._tree.versions.get(number)
+        if known is None and not self._crashed(self._session):
+            self._findings.add(LEDGER, f"version {number}", "evaluated, and not in the ledger")
+        elif known is not None and known.step != step and not known.was_lost:
+            self._findings.add(
+                LEDGER, f"version {number}", f"evaluated as of step {step}, in the ledger of {known.step}"
+            )
+        found = {name: value for name, value in event.items() if name not in ("kind", "time", "best")}
+        self.published.evaluations.append((self._session, found))
 
     def see_checkpoint(self, event: dict[str, Any]) -> None:
         number, step = event["version"], event["step"]
@@ -146,6 +159,7 @@ class _Reader:
             self._findings.add(
                 LEDGER, f"version {number}", f"checkpointed at step {step}, and the ledger has {has}"
             )
+        self._checkpoints[self._session, number, step] += 1
 
     def see_teacher(self, event: dict[str, Any]) -> None:
         if event["version"] is not None and event["version"] not in self._tree.versions:
@@ -177,6 +191,7 @@ class _Reader:
                 self._findings.add(RECORDS, f"session {number}", "events.jsonl does not have its end")
         self._check_sampled()
         self._check_drops()
+        self._check_checkpoints()
         self._check_files()
 
     def _check_sampled(self) -> None:
@@ -221,6 +236,29 @@ class _Reader:
             if self._dropped_groups[number] != groups:
                 what = f"{self._dropped_groups[number]} groups were dropped by the events, {groups} by the ledger"
                 self._findings.add(LEDGER, f"session {number}", what)
+
+    def _check_checkpoints(self) -> None:
+        """A session that ended in order told of each checkpoint. The ledger has each once, with the last session
+        that wrote it."""
+        rows = {
+            (session, version, step)
+            for session, version, step in self._evidence.ledger.rows(
+                "SELECT session, version, step FROM checkpoints"
+            )
+        }
+        versions = {version for _, version, _ in rows}
+        for number, version, step in sorted(rows):
+            session = self._sessions.get(number)
+            if session is None:
+                what = f"checkpointed in session {number}, which is not in the ledger"
+                self._findings.add(LEDGER, f"version {version}", what)
+            elif session.finished and session.config and not self._checkpoints[number, version, step]:
+                what = f"checkpointed at step {step} in session {number}, whose events do not tell of it"
+                self._findings.add(LEDGER, f"version {version}", what)
+        for number, version, step in sorted(self._checkpoints):
+            if version not in versions and not self._crashed(number):
+                what = f"checkpointed at step {step} by the events, and the ledger has no such checkpoint"
+                self._findings.add(LEDGER, f"version {version}", what)
 
     def _check_files(self) -> None:
         """The bytes of stored steps, and how many episodes of them were written."""

@@ -82,6 +82,12 @@ def config_in(ledger: Ledger) -> RunConfig:
 
 def open_evidence(folder: RunFolder) -> Evidence:
     """The evidence in a run's folder. Close its ledger afterwards."""
+    if not any(place.exists() for place in (folder.ledger, folder.metrics, folder.events, folder.episodes)):
+        raise RunFolderError(
+            "an audit looks at what a run did, and this one ended while it was starting",
+            str(folder.path),
+            "begin it with headrace train CONFIG.toml --resume",
+        )
     ledger = Ledger(folder.ledger, read_only=True)
     return Evidence(
         ledger=ledger,

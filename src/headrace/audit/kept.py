@@ -28,7 +28,7 @@ class KeptVersions:
         self._model_folder = model_folder
         self._engine = engine
         self._lora = lora
-        self._files = {int(file.stem): file for file in versions.glob("*.safetensors") if file.stem.isdigit()}
+        self._files = {int(file.stem): file for file in versions.glob("*.safetensors") if file.stem.isdecimal()}
         self._base = cache(self._load_base)
         self.model = lru_cache(maxsize=8)(self._load)
         self.shaken = lru_cache(maxsize=8)(lambda number: shaken(self.model(number), seed=number))

@@ -25,7 +25,7 @@ class Sample:
         self.wanted = wanted
         folder = evidence.folder
         files = [] if folder is None else folder.versions.glob("*.safetensors")
-        self._kept = {int(file.stem) for file in files if file.stem.isdigit()}
+        self._kept = {int(file.stem) for file in files if file.stem.isdecimal()}
         self._swapped: list[tuple[int, Place]] = []
         self._steady: list[tuple[int, Place]] = []
 

@@ -27,6 +27,7 @@ from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, 
 from headrace.records import Group, Task
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.telemetry.episodes import StoredEpisode, is_kept
+from headrace.training.metrics import lag_histogram
 
 _CLOSE = 1e-5
 """Relative difference of sums whose order may differ from one machine to another."""
@@ -54,8 +55,10 @@ def check_steps(
         checker.beyond(step)
     for step in evidence.orphaned:
         checker.orphans(step)
-    if metrics is not None and metrics.problem is not None:
-        findings.add(RECORDS, "metrics.jsonl", metrics.problem)
+    if metrics is not None:
+        metrics.finish(ahead=evidence.crashed)
+        if metrics.problem is not None:
+            findings.add(RECORDS, "metrics.jsonl", metrics.problem)
 
 
 @dataclass
@@ -80,10 +83,13 @@ class _Lines:
     def __init__(self, lines: Iterable[dict[str, Any]]):
         self._lines = iter(lines)
         self._next: dict[str, Any] | None = next(self._lines, None)
+        self._last = 0
+        """The last step that was asked for."""
         self.problem: str | None = None
 
     def of_step(self, step: int) -> dict[str, Any] | None:
         """The step's line, None if there is none."""
+        self._last = step
         while self._next is not None:
             found = self._next.get("step")
             if not isinstance(found, int) or found < step:
@@ -94,6 +100,15 @@ class _Lines:
             if found == step:
                 return line
         return None
+
+    def finish(self, *, ahead: bool) -> None:
+        """No line is left. `ahead`: a crash may have come before the ledger's commit of later steps, or before
+        those that a restore left behind were set aside."""
+        while self._next is not None:
+            found = self._next.get("step")
+            if not (ahead and isinstance(found, int) and found > self._last):
+                self.problem = self.problem or f"it has a line of step {found} after that of step {self._last}"
+            self._next = next(self._lines, None)
 
 
 class _Steps:
@@ -252,9 +267,7 @@ class _Steps:
         self._findings.checked["metrics_lines"] += 1
         for name, value in expected.items():
             said = line.get(name)
-            if said is not None and not (
-                isinstance(said, int | float) and abs(said - value) <= _CLOSE * (1 + abs(value))
-            ):
+            if not (isinstance(said, int | float) and abs(said - value) <= _CLOSE * (1 + abs(value))):
                 what = f"metrics.jsonl has {name} {said!r}, its episodes give {value:.6g}"
                 self._findings.add(RECORDS, f"step {batch.step}", what)
 
@@ -267,27 +280,38 @@ class _Steps:
             if self._evidence.crashed and ahead and stored.step > self._tree.step_of_newest:
                 self._findings.checked["episodes_ahead_of_the_ledger"] += 1
                 continue
+            version = self._tree.versions.get(item.produced_version)
+            if self._evidence.crashed and version is not None and version.orphaned:
+                # The last session died after its restore was booked and before it had set the files aside.
+                self._orphan(item, stored.where)
+                continue
             what = f"it stands in {stored.where}, and no version of the ledger comes from that step"
             self._findings.add(LEDGER, item.episode.id, what)
 
     def orphans(self, stored: StoredStep) -> None:
         """Episodes of steps that a restore left behind."""
+        if len(self._tree.sessions) < 2:
+            what = f"{stored.where} was set aside, and no session was ever restored"
+            self._findings.add(LEDGER, f"step {stored.step}", what)
         for item in stored.episodes():
-            name = item.episode.id
-            self._findings.checked["orphaned_episodes"] += 1
-            rows = self._evidence.ledger.query(
-                "SELECT state, reason, produced, trained_at, tokens FROM episodes WHERE id = ?", (name,)
-            )
-            left = (DROPPED, ORPHANED, item.produced_version, item.trained_version, item.episode.num_tokens)
-            unknown = ((DROPPED, LOST_IN_CRASH, None, None), (DROPPED, LOST_WITH_LEDGER, None, None))
-            if rows and (rows[0] == left or rows[0][:4] in unknown):
-                continue
-            if rows and rows[0][0] == TRAINED:
-                self._findings.add(LEDGER, name, f"it stands in {stored.where}, and the ledger has it trained")
-            elif rows:
-                self._findings.add(LEDGER, name, f"it stands in {stored.where}, and the ledger has {rows[0]}")
-            else:
-                self._findings.checked["orphans_unknown_to_the_ledger"] += 1
+            self._orphan(item, stored.where)
+
+    def _orphan(self, item: StoredEpisode, where: str) -> None:
+        name = item.episode.id
+        self._findings.checked["orphaned_episodes"] += 1
+        rows = self._evidence.ledger.query(
+            "SELECT state, reason, produced, trained_at, tokens FROM episodes WHERE id = ?", (name,)
+        )
+        left = (DROPPED, ORPHANED, item.produced_version, item.trained_version, item.episode.num_tokens)
+        unknown = ((DROPPED, LOST_IN_CRASH, None, None), (DROPPED, LOST_WITH_LEDGER, None, None))
+        if rows and (rows[0] == left or rows[0][:4] in unknown):
+            return
+        if rows and rows[0][0] == TRAINED:
+            self._findings.add(LEDGER, name, f"it stands in {where}, and the ledger has it trained")
+        elif rows:
+            self._findings.add(LEDGER, name, f"it stands in {where}, and the ledger has {rows[0]}")
+        else:
+            self._findings.checked["orphans_unknown_to_the_ledger"] += 1
 
 
 def _light(item: StoredEpisode) -> StoredEpisode:
@@ -317,4 +341,14 @@ def _measured(batch: _Batch) -> dict[str, float]:
         "staleness_mean": float(together.mean()),
         "staleness_max": float(together.max(initial=0)),
         "zero_advantage_frac": float(np.mean([item.group not in moved for item in batch.episodes])),
+        "version_spread_batch": float(np.ptp(together)),
+        **_spread_of_turns(batch),
+        **lag_histogram(together),
     }
+
+
+def _spread_of_turns(batch: _Batch) -> dict[str, float]:
+    """`version_spread_max`, where every sequence is one turn."""
+    if any(len(item.episode.turns) != 1 for item in batch.episodes):
+        return {}
+    return {"version_spread_max": float(max(np.ptp(item.episode.turns[0].versions) for item in batch.episodes))}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 from headrace.audit.events import Published, check_digests
 from headrace.audit.evidence import Evidence
 from headrace.audit.findings import CORRUPTION, RECORDS, Findings
 from headrace.audit.versions import Tree
-from headrace.config.changes import forbidden_changes
+from headrace.config.changes import differences, forbidden_changes
 from headrace.config.load import read_config
 from headrace.errors import InputError
 
@@ -23,7 +24,9 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
     try:
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
         said = {name: summary[name] for name in _COMPARED}
-        evaluations = [(line["step"], line["pass_1"]) for line in summary["evaluations"]]
+        evaluations = [dict(line) for line in summary["evaluations"]]
+        ends = summary["eval_before"], summary["eval_after"]
+        expected = _ends(evaluations)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if evidence.crashed:
             findings.unchecked["summary.json"] = "the last session did not end in order"
@@ -38,10 +41,54 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
     for name, has in _measured(evidence, tree).items():
         if said[name] != has:
             findings.add(RECORDS, "summary.json", f"it has {name} {said[name]}, the ledger {has}")
-    if not set(published.evaluations).issuperset(evaluations):
-        findings.add(RECORDS, "summary.json", "it has evaluations that the events do not have")
+    for what in _differences(evaluations, tree, published):
+        findings.add(RECORDS, "summary.json", what)
+    if ends != expected:
+        what = f"it has eval_before and eval_after {ends}, its evaluations give {expected}"
+        findings.add(RECORDS, "summary.json", what)
     for name, what in check_digests(evidence, summary):
         findings.add(CORRUPTION, name, what)
+
+
+def _ends(evaluations: list[dict[str, Any]]) -> tuple[Any, Any]:
+    """The pass rates before training and at the last evaluation after it."""
+    before = next((line["pass_1"] for line in evaluations if line["step"] == 0), None)
+    after = next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None)
+    return before, after
+
+
+def _differences(said: list[dict[str, Any]], tree: Tree, published: Published) -> Iterator[str]:
+    """Between the summary's evaluations and the events'. Those of a session that a crash ended, or that a later one
+    went back behind, may be missing: the checkpoint that was restored may be older than they are."""
+    surely = _sessions_kept_whole(tree)
+    rest = iter(published.evaluations)
+    for line in said:
+        for session, found in rest:
+            if found == line:
+                break
+            if session in surely:
+                yield f"it lacks the evaluation of step {found['step']}, which the events have"
+        else:
+            yield f"it has an evaluation of step {line['step']} that the events do not have, or not in that order"
+            return
+    for session, found in rest:
+        if session in surely:
+            yield f"it lacks the evaluation of step {found['step']}, which the events have"
+
+
+def _sessions_kept_whole(tree: Tree) -> set[int]:
+    """The last session, and those before it that ended in order and were gone on with from their end."""
+    kept: set[int] = set()
+    following: int | None = None
+    newest_by_session = {version.session: version.number for version in tree.versions.values()}
+    for session in reversed(tree.sessions):
+        if kept:
+            end = newest_by_session.get(session.number, session.restored)
+            if not session.finished or end != following:
+                break
+        kept.add(session.number)
+        following = session.restored
+    return kept
 
 
 _COMPARED = ("session", "ledger", "steps", "staleness_max", "mean_tokens", "finished")
@@ -69,5 +116,7 @@ def _check_config(evidence: Evidence, findings: Findings) -> None:
     except InputError as error:
         findings.add(RECORDS, "config.toml", f"{error.rule}: {error.value}")
         return
-    for key, there, here in forbidden_changes(evidence.config, config):
+    # A session that has died while it began may not have written it.
+    changes = forbidden_changes if evidence.crashed else differences
+    for key, there, here in changes(evidence.config, config):
         findings.add(RECORDS, "config.toml", f"it has {key} = {here!r}, and the run had {there!r}")

@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import numpy as np
 
 from headrace.audit.findings import PROVENANCE, STALENESS
 from headrace.config.run import RunConfig
-from headrace.records import Episode, Turn
+from headrace.records import Episode, KvEvent, Turn
 from headrace.rollout.base import call_of, episode_seed
 
 _ROUNDING = 1e-4
 """A log-prob may be above 0 by this, and that of the only token of a support may differ from 0 by it."""
+_OF_THE_FOLDER = -1
+"""Version of the weights that an engine loads from the model's folder."""
 _MOST_CALLS = 1 << 20
 """An episode asks its policy less often: seeds of its turns are of consecutive calls."""
 
+_STOPS = get_args(get_type_hints(Turn)["stop"])
+_CAUSES, _BEFORE = (get_args(get_type_hints(KvEvent)[name]) for name in ("cause", "before"))
+
 Problem = tuple[str, str]
 """A law, and what breaks it."""
+
+
+def engine_names(count: int) -> set[str]:
+    """Of the engines that sample what is trained on."""
+    return {f"engine-{i}" for i in range(count)}
 
 
 class TurnRules:
@@ -32,7 +42,7 @@ class TurnRules:
         self._sampling = config.environment.sampling.sampling()
         self._adapter = config.adapter
         self._seed = config.seed
-        self._engines = {f"engine-{i}" for i in range(config.engine.count)}
+        self._engines = engine_names(config.engine.count)
 
     def problems(
         self, episode: Episode, *, sequence: int, place: int, trained_at: int
@@ -87,6 +97,8 @@ class TurnRules:
     def _turn(self, turn: Turn, context: int, trained_at: int) -> Iterator[Problem]:
         if turn.policy != "policy" or turn.adapter != self._adapter or turn.engine not in self._engines:
             yield PROVENANCE, f"sampled by {turn.policy!r}, adapter {turn.adapter!r}, at {turn.engine!r}: no such"
+        if turn.stop not in _STOPS:
+            yield PROVENANCE, f"it stopped for {turn.stop!r}, and turns stop for {', '.join(_STOPS)}"
         if turn.sampling != self._sampling and not _same(turn.sampling, self._sampling):
             yield PROVENANCE, f"sampled with {turn.sampling}, and the run samples with {self._sampling}"
         if not len(turn.tokens):
@@ -118,8 +130,16 @@ class TurnRules:
                 PROVENANCE,
                 f"the lineage goes back, or past the end: versions {_few(lineage)} at {_few(positions)}",
             )
-        if any((event.base is None) != (self._adapter is None) for event in events):
+        base = None if self._adapter is None else _OF_THE_FOLDER
+        if any(event.base != base for event in events):
             yield PROVENANCE, "the lineage names the weights beneath an adapter where there is one, and only there"
+        for name, known in (("cause", _CAUSES), ("before", _BEFORE)):
+            said = {getattr(event, name) for event in events}
+            if not said <= set(known):
+                yield (
+                    PROVENANCE,
+                    f"the lineage has a {name} {sorted(said - set(known))}, and knows {', '.join(known)}",
+                )
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -18,7 +18,8 @@ def check_weights(evidence: Evidence, tree: Tree, published: Published, findings
     """Each kept version is what was published under its number; each checkpoint is of the ledger's version."""
     if evidence.folder is None:
         return
-    kept = {int(file.stem): file for file in sorted(evidence.folder.versions.glob("*.safetensors"))}
+    files = sorted(evidence.folder.versions.glob("*.safetensors"))
+    kept = {int(file.stem): file for file in files if file.stem.isdecimal()}
     for number, file in kept.items():
         if number not in tree.versions and not evidence.crashed:
             findings.add(LEDGER, f"version {number}", f"{file.name} is kept, and the ledger has no such version")
@@ -75,7 +76,7 @@ def _check_checkpoints(evidence: Evidence, tree: Tree, folder: RunFolder, findin
     if alive and not (folder.checkpoints / f"step-{max(alive):06d}").is_dir():
         findings.unchecked["the newest checkpoint"] = f"step-{max(alive):06d} was deleted since"
     for path in sorted(folder.checkpoints.glob("step-*")):
-        if not path.name[5:].isdigit():
+        if not path.name[5:].isdecimal():
             continue
         findings.checked["checkpoints"] += 1
         try:

@@ -31,9 +31,12 @@ def prepare(
     from_step: int | None = None,
     file: Mapping[str, Any] | None = None,
 ) -> RunConfig:
-    """The run's folder, held by this process, with the resolved configuration in it, which is returned. One that is
-    resumed is looked at first: `from_step` as in `inspect_run`. `file` has the tables of the configuration file,
-    where there is one: by them a later `--resume` sees what was edited since."""
+    """The resolved configuration; the run's folder is held by this process. A new run's folder has it at once.
+
+    A run that is resumed is looked at first (`from_step` as in `inspect_run`). What its folder has stays as it is
+    until the session has begun (`settle`): the run may have finished, and this session may never begin. `file` has
+    the tables of the configuration file, where there is one: by them a later `--resume` sees what was edited since.
+    """
     check_devices(config)
     if from_step is not None and not resume:
         raise ConfigError("--from chooses what --resume goes on from", from_step, "give --resume too")
@@ -46,14 +49,24 @@ def prepare(
         _refuse_nothing(run)
     run.hold()
     try:
-        config = _take_up(run, config, from_step) if resume else config
-        write_whole(run.config, dump_config(config))
+        if resume:
+            config = _take_up(run, config, from_step)
+            run.given_next.unlink(missing_ok=True)
+        else:
+            write_whole(run.config, dump_config(config))
         if file is not None:
-            write_whole(run.given, dump_toml(file))
+            write_whole(run.given_next if resume else run.given, dump_toml(file))
     except BaseException:
         run.release()
         raise
     return config
+
+
+def settle(run: RunFolder, config: RunConfig) -> None:
+    """A session has begun: its configuration is the run's from now on."""
+    write_whole(run.config, dump_config(config))
+    if run.given_next.is_file():
+        run.given_next.replace(run.given)
 
 
 def _refuse_nothing(run: RunFolder) -> None:

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, ConfigError, GaveUp
 from headrace.ipc import Peer
 from headrace.ledger import Change, Journal, Ledger
-from headrace.orchestration.folder import in_folder, prepare, write_whole
+from headrace.orchestration.folder import in_folder, prepare, settle, write_whole
 from headrace.orchestration.opening import Given, open_run, refuse_windows, with_source
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
@@ -291,6 +290,7 @@ class _Run:
         start = await asyncio.to_thread(
             open_session, ledger, state, config=dump_config(self._config), lost=standing.lost
         )
+        await asyncio.to_thread(settle, self._place, self._config)
         if state is not None:
             await asyncio.to_thread(ledger.restored_from, int(state["version"]), standing.digest)
         vault.set_aside(start.progress.step)

@@ -72,8 +72,14 @@ class _Inspection:
         self._group_size = group_size
 
     def standing(self, from_step: int | None) -> Standing:
-        for _ in read_lines(self._run.metrics):
-            pass  # a damaged line is told now, and not once all processes have started
+        # A damaged line is told now, and not once all processes have started.
+        for number, line in enumerate(read_lines(self._run.metrics), start=1):
+            if not isinstance(line.get("step"), int):
+                raise RunFolderError(
+                    f"{self._run.metrics}, line {number} names its step",
+                    line.get("step"),
+                    "the file is damaged: restore it",
+                )
         found = dict(self._checkpoints())
         sound = [step for step, problem in found.items() if problem is None]
         lost = self._lost()

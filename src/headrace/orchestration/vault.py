@@ -62,7 +62,7 @@ class FolderVault:
     def forget_versions(self, first: int) -> None:
         """Remove kept weights from number `first` on: a crash kept them before their number was given out."""
         for file in self._versions.glob("*.safetensors"):
-            if int(file.stem) >= first:
+            if file.stem.isdecimal() and int(file.stem) >= first:
                 file.unlink()
 
     def kept_bytes(self) -> int:
@@ -93,5 +93,5 @@ class FolderVault:
 
 def checkpoint_steps(folder: Path) -> dict[int, Path]:
     """A run's checkpoints by their steps, in order. They appear whole or not."""
-    paths = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    paths = [path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
     return dict(sorted((int(path.name[5:]), path) for path in paths))

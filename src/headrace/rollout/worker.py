@@ -289,7 +289,7 @@ class WorkerRollouts:
         return tuple(found)
 
     async def run(self, request: EpisodeRequest) -> Episode:
-        started = time.time()
+        started, begun = time.time(), time.monotonic()
         recorder = _Recorder(request, request.sampling or self._sampling)
         self._running[request.id] = recorder
         failure, detail, metrics = None, "", {}
@@ -316,7 +316,8 @@ class WorkerRollouts:
             detail=detail,
             metrics=metrics,
             started=started,
-            finished=time.time(),
+            # The wall clock may be set back meanwhile.
+            finished=started + time.monotonic() - begun,
         )
 
     def cut(self, episode_id: str) -> None:

@@ -17,7 +17,7 @@ from headrace.errors import RunFolderError
 LOCK = ".headrace.lock"
 OWN = (
     "config.toml",
-    "given.toml",
+    "given*.toml",
     "interactive",
     "metrics*.jsonl",
     "events.jsonl",
@@ -44,6 +44,7 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.given = self.path / "given.toml"
+        self.given_next = self.path / "given.next.toml"
         """What the configuration file itself says, without --set and defaults."""
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
@@ -209,16 +210,19 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The objects of a file of JSON lines. A last line that a crash cut short is left out."""
     if not file.is_file():
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
+                found = json.loads(line)
+                if not isinstance(found, dict):
+                    raise ValueError(f"it is of type {type(found).__name__}")
+            except (ValueError, RecursionError) as error:
                 raise RunFolderError(
                     f"{file}, line {number} is one JSON object", str(error), "the file is damaged: restore it"
                 ) from error
+            yield found
 
 
 def _known_runs(folder: Path) -> str:

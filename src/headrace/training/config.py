@@ -99,6 +99,11 @@ class DistillationConfig(Config):
             )
 
 
+def teacher_step(done: int, every: int) -> int:
+    """In self-distillation, after `done` steps: how many the policy had done that is the teacher now."""
+    return max(0, (done // every - 1) * every)
+
+
 class TrainingConfig(Config):
     """The trainer."""
 

@@ -37,11 +37,11 @@ def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str =
         "staleness_max": float(lags.max(initial=0)),
         "version_spread_max": float(max((age.max() - age.min() for age in ages), default=0)),
         "version_spread_batch": float(np.ptp(lags)) if len(lags) else 0.0,
-        **_lag_histogram(lags),
+        **lag_histogram(lags),
     }
 
 
-def _lag_histogram(lags: np.ndarray) -> dict[str, float]:
+def lag_histogram(lags: np.ndarray) -> dict[str, float]:
     """Shares of the trained tokens: `lag_2_3_frac` is of those that are two or three versions old."""
     found, _ = np.histogram(lags, [*LAG_BINS, np.inf])
     ends = [f"_{end - 1}" if end - 1 > start else "" for start, end in pairwise(LAG_BINS)]
