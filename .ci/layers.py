@@ -23,6 +23,7 @@ FLOOR = {
     "references",
     "model_files",
     "chat_template",
+    "special_tokens",
     "tokenizer",
     "ledger",
     "kernels",

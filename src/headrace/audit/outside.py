@@ -12,17 +12,16 @@ import xxhash
 
 from headrace.audit.findings import PROVENANCE, RECORDS
 from headrace.config.run import RunConfig
-from headrace.errors import HeadraceError
+from headrace.errors import HeadraceError, ModelFolderError
 from headrace.records import Task
 from headrace.rollout.config import JsonlTasks
+from headrace.rollout.prompts import prompt_tokens
 from headrace.rollout.single_turn import SingleTurn
 from headrace.rollout.tasks import load_tasks
 from headrace.telemetry.episodes import StoredEpisode
 from headrace.tokenizer import Tokenizer
 
 _SINGLE_TURN = f"{SingleTurn.__module__}:{SingleTurn.__qualname__}"
-
-_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class Outside:
@@ -49,10 +48,7 @@ class Outside:
                 yield RECORDS, f"its text is {item.text[:60]!r}, and its tokens say {text[:60]!r}"
         if self._single is not None:
             prompt = self._single.prompt(task)
-            if isinstance(prompt, str):
-                tokens = self._tokenizer.encode(prompt, special=True)
-            else:
-                tokens = self._tokenizer.chat(prompt)
+            tokens = prompt_tokens(prompt, self._tokenizer, self._config.environment.template)
             if len(turns) != 1 or not np.array_equal(turns[0].context, tokens):
                 yield PROVENANCE, "what the policy was shown is not its task's prompt"
 
@@ -60,7 +56,13 @@ class Outside:
         """The environment whose prompts are made again. Another's are its own affair."""
         if self._tokenizer is None or self._config.environment.source != _SINGLE_TURN:
             return None
-        if any("strftime_now" in text for text in _texts(Path(self._config.model.path), _TEMPLATES)):
+        settings = self._config.environment.template
+        try:
+            template = self._tokenizer.template(settings.name, tools=settings.tools is not None)
+        except ModelFolderError as error:
+            self.unchecked["prompts"] = f"the model's chat template cannot be read: {error}"
+            return None
+        if template is not None and template.tells_time:
             self.unchecked["prompts"] = "the model's chat template shows the date"
             return None
         return SingleTurn(**self._config.environment.options)
@@ -92,12 +94,6 @@ class Outside:
         except (HeadraceError, OSError, ValueError) as error:
             self.unchecked["that tasks are the run's"] = f"the task file cannot be read: {error}"
             return None
-
-
-def _texts(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        if (folder / name).is_file():
-            yield (folder / name).read_text(encoding="utf-8", errors="replace")
 
 
 def _digest(task: Task) -> int:

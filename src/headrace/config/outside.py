@@ -14,7 +14,7 @@ from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, InputError, MissingExtra, short
 from headrace.models.config import ModelConfig
 from headrace.references import resolve
-from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig
+from headrace.rollout.config import JsonlTasks, PythonTasks, ReasoningGymTasks, TaskConfig, TemplateConfig
 from headrace.training.adapter import bound_modules
 from headrace.training.config import LoraConfig
 
@@ -53,6 +53,7 @@ def _check_models(config: RunConfig) -> None:
     if config.training.lora is not None:
         _check_lora(config.training.lora, model)
     _check_other_models(config)
+    _check_template(config)
 
 
 def _check_code(config: RunConfig) -> None:
@@ -61,6 +62,21 @@ def _check_code(config: RunConfig) -> None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")
     _check_callable(config.environment.source, "environment.source")
     _check_callable(config.scorer.source, "scorer.source")
+
+
+def _check_template(config: RunConfig) -> None:
+    """That what is said of the model's chat template finds one."""
+    from headrace.tokenizer import Tokenizer
+
+    settings = config.environment.template
+    if settings == TemplateConfig():
+        return
+    if Tokenizer(config.model.path).template(settings.name, tools=settings.tools is not None) is None:
+        raise ConfigError(
+            "environment.template is for a model whose folder has a chat template",
+            config.model.path,
+            "add chat_template.jinja to the folder, or leave environment.template out",
+        )
 
 
 def _check_other_models(config: RunConfig) -> None:

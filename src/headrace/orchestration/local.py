@@ -47,6 +47,7 @@ from headrace.orchestration.resuming import Standing, inspect_run
 from headrace.orchestration.variables import passed
 from headrace.orchestration.vault import FolderVault
 from headrace.pipeline import Parts, Pipeline
+from headrace.records import Task
 from headrace.resume import Start, open_session
 from headrace.rollout.tasks import TaskOrder
 from headrace.rollout.worker import WorkerRollouts
@@ -204,16 +205,14 @@ class _Run:
         evaluates = config.evaluation.tasks is not None
         names = [f"engine-{i}" for i in range(config.engine.count)]
         engine_names = [*names, *(["engine-eval"] if evaluates else [])]
-        (environments, scorers), trainer, engines = await asyncio.gather(
-            asyncio.gather(self._pool("environment", closing), self._pool("scorer", closing)),
+        environments = await self._pool("environment", closing)
+        rollouts = WorkerRollouts(environments, config.environment)
+        tasks, eval_tasks = await self._tasks(rollouts)
+        scorers, trainer, engines = await asyncio.gather(
+            self._pool("scorer", closing),
             self._trainer(closing),
             asyncio.gather(*(self._engine(name, closing) for name in engine_names)),
         )
-        rollouts = WorkerRollouts(environments, config.environment)
-        tasks = await rollouts.tasks(config.tasks)
-        eval_tasks: Sequence[Any] = ()
-        if config.evaluation.tasks is not None:
-            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
         vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
         ledger = Ledger(self._place.ledger)
         closing.callback(ledger.close)
@@ -247,6 +246,17 @@ class _Run:
             engine_deaths=self._dead_engines.get,
         )
         return Pipeline(config, parts, start.progress)
+
+    async def _tasks(self, rollouts: WorkerRollouts) -> tuple[Sequence[Task], Sequence[Task]]:
+        """Those of training and of evaluation. What is wrong with them is known before a model is loaded."""
+        config = self._config
+        tasks = await rollouts.tasks(config.tasks)
+        eval_tasks: Sequence[Task] = ()
+        await rollouts.check_prompts(tasks, "tasks")
+        if config.evaluation.tasks is not None:
+            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+            await rollouts.check_prompts(eval_tasks, "evaluation.tasks")
+        return tasks, eval_tasks
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
         standing, state = Standing(), None
