@@ -29,7 +29,7 @@ from headrace.bounds import SystemFailure, checked_metrics
 from headrace.engine.base import SampleRequest
 from headrace.errors import EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import Failed, error_from_record, error_to_record
-from headrace.records import Episode, Record, Sampling, Task, Turn, message
+from headrace.records import Episode, Record, Sampling, Task, Turn, message, text_before
 from headrace.references import resolve
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
@@ -60,6 +60,7 @@ class SampleReply(Record):
     turn: int
     tokens: np.ndarray
     stop: str
+    stop_string: str | None = None
 
 
 @message
@@ -206,7 +207,13 @@ class _WorkerPolicy:
         finally:
             self._waiting -= 1
         tokens = reply.tokens.tolist()
-        return Completion(turn=reply.turn, tokens=tokens, text=self._tokenizer.decode(tokens), stop=reply.stop)
+        return Completion(
+            turn=reply.turn,
+            tokens=tokens,
+            text=text_before(self._tokenizer.decode(tokens), reply.stop_string),
+            stop=reply.stop,
+            stop_string=reply.stop_string,
+        )
 
     def _tokens(self, prompt: str | Sequence[dict[str, Any]] | Sequence[int], *, first: bool) -> list[int]:
         try:
@@ -356,7 +363,8 @@ class _Recorder:
         if call.hold:
             self._held[len(self.turns)] = request.id
         self.turns.append(self._as_continued(turn, call))
-        return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
+        turns = len(self.turns)
+        return SampleReply(turn=turns - 1, tokens=turn.tokens, stop=turn.stop, stop_string=turn.stop_string)
 
     def _as_continued(self, turn: Turn, call: SampleCall) -> Turn:
         """The turn with its context by reference: to the turn it continues or, where it continues only a part of
