@@ -166,6 +166,7 @@ class _WorkerPolicy:
     def __init__(self, config: EnvironmentConfig, tokenizer: Tokenizer, ask: AskController):
         self._config = config
         self._tokenizer = tokenizer
+        self._template = config.template
         self._ask = ask
         self._waiting = 0
         self._exceeded = False
@@ -217,7 +218,7 @@ class _WorkerPolicy:
 
     def _tokens(self, prompt: str | Sequence[dict[str, Any]] | Sequence[int], *, first: bool) -> list[int]:
         try:
-            return prompt_tokens(prompt, self._tokenizer, self._config.template, first=first)
+            return prompt_tokens(prompt, self._tokenizer, self._template, first=first)
         except ModelFolderError as error:
             if isinstance(prompt, str):
                 raise
