@@ -24,6 +24,7 @@ FLOOR = {
     "definitions",
     "model_files",
     "chat_template",
+    "special_tokens",
     "tokenizer",
     "ledger",
     "kernels",

@@ -16,7 +16,7 @@ DAYS = ["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]
 
 def score(task: Task, attempt: Attempt, for_work: float = 0.2) -> Score:
     work, equals, answer = attempt.text.partition("=")
-    right = attempt.stop == "stop" and bool(equals) and answer.strip() == task.answer
+    right = attempt.stop == "end" and bool(equals) and answer.strip() == task.answer
     first, *words = str(task.prompt).split()
     leaps = [int(word) for word in words if word.startswith("+")]
     days = [DAYS[(DAYS.index(first) + sum(leaps[: i + 1])) % 7] for i in range(len(leaps))]

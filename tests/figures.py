@@ -26,6 +26,8 @@ COUNTED: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "planted-bugs": ("planted_bugs_found", lambda row: row["found_by"] in ("records", "replay")),
     "newcomer-mistakes": ("newcomer_mistakes_refused_well", lambda row: row["held"]),
     "resume-damages": ("resume_damages_handled", lambda row: row["held"]),
+    "templates": ("templates_equal", lambda row: row["equal"]),
+    "template-refusals": ("template_refusals_agreed", lambda row: row["agreed"]),
 }
 """For each kind of trial the figure that counts it, and the rows that count."""
 
@@ -40,6 +42,8 @@ def summarize(kind: str, rows: list[dict[str, Any]]) -> dict[str, int]:
     stem = next(name.removesuffix(end) for end in _ENDS if name.endswith(end))
     found_by = Counter(row["found_by"] for row in rows if "found_by" in row)
     by = {f"{stem}_found_by_{how}": count for how, count in sorted(found_by.items())}
+    if templates := {row["template"] for row in rows if "template" in row}:
+        by[f"{stem}_distinct"] = len(templates)
     return {f"{stem}_tried": len(rows), name: sum(map(counts, rows)), **by}
 
 

@@ -88,4 +88,4 @@ def held_out_tasks() -> Iterator[Task]:
 def score(task: Task, attempt: Attempt) -> float:
     """1 if the completion ended by itself and what follows its one "=" is right, however it got there."""
     parts = attempt.text.split("=")
-    return float(attempt.stop == "stop" and len(parts) == 2 and parts[1].strip() == task.answer)
+    return float(attempt.stop == "end" and len(parts) == 2 and parts[1].strip() == task.answer)

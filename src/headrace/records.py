@@ -149,6 +149,16 @@ class KvEvent(Record):
     """Version of the weights beneath the adapter. None where there is no adapter."""
 
 
+Stop = Literal["end", "stop_string", "length", "cancelled"]
+"""Why a turn has no more tokens: its last one ends completions, its text got to a stop string, it has as many as it
+may have, or it was cut."""
+
+
+def text_before(text: str, stop_string: str | None) -> str:
+    """What users see of a turn whose tokens have this text: it comes without the stop string that ended it."""
+    return text if stop_string is None else text.partition(stop_string)[0]
+
+
 class Turn(Record):
     """One model call. Context is by reference: the parent turn's whole sequence, then `context`."""
 
@@ -160,7 +170,7 @@ class Turn(Record):
     """int32 (T,): version of the weights that produced each, or of the adapter where one was used."""
     context: np.ndarray
     """int32: tokens between the parent's last one (or the beginning) and the first sampled one."""
-    stop: Literal["stop", "length", "cancelled"]
+    stop: Stop
     sampling: Sampling = Sampling()
     lineage: tuple[KvEvent, ...] = ()
     support: Support | None = None
@@ -175,6 +185,8 @@ class Turn(Record):
     """Other turns this one's context was made from (an agent that read another's answer)."""
     engine: str = ""
     seed: int = 0
+    stop_string: str | None = None
+    """The text that ended it, where one did."""
 
     def fault(self) -> tuple[str, Any] | None:
         """(rule, value) of columns that do not fit together, None if all do.
@@ -197,6 +209,11 @@ class Turn(Record):
             return f"a turn's columns have one entry per sampled token, here {self.tokens.shape}", shapes
         if self.context.ndim != 1:
             return "a turn's context is one row of tokens", self.context.shape
+        if (self.stop == "stop_string") != bool(self.stop_string):
+            return (
+                f"a turn that a stop string ended names it, and no other does, here {self.stop}",
+                self.stop_string,
+            )
         return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from math import prod
@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from headrace.chat_template import ChatTemplate
+from headrace.chat_template.folder import DEFAULT, TEMPLATE, choose_template, template_sources
 from headrace.errors import ModelFolderError
-from headrace.model_files import read_bytes, read_object, read_text, shortened, token_ids
+from headrace.model_files import read_bytes, read_object, shortened, token_ids
+from headrace.special_tokens import SETTINGS, SPECIAL_TOKENS, class_defaults, named_tokens
 
-FILE, SETTINGS, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-TEMPLATE = "chat_template.jinja"
+FILE = "tokenizer.json"
 _MAX_BYTES = 128 * 2**20
 _MAX_GROWTH = 1 << 12
 _FEW_VALUES = 1 << 16
 _VALUES_PER_TOKEN = 12
 """Pieces of JSON that a tokenizer.json has for each token of the model: its text and id, merges, added tokens."""
-_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _PLAIN_TALK: tuple[dict[str, Any], ...] = (
     {"role": "user", "content": "What is 2 + 2?"},
     {"role": "assistant", "content": "4"},
@@ -41,6 +41,7 @@ class Tokenizer:
         self._folder = Path(folder)
         self._backend = _load(self._folder / FILE, vocabulary)
         self._settings = read_object(self._folder / SETTINGS) or {}
+        self._compiled: dict[str, ChatTemplate] = {}
 
     def encode(self, text: str, *, special: bool = False) -> list[int]:
         """`special` adds what the tokenizer puts around a text, such as a beginning-of-sequence token."""
@@ -51,21 +52,46 @@ class Tokenizer:
         with _telling(f"{FILE} must be able to decode tokens"):
             return str(self._backend.decode([int(t) for t in tokens], skip_special_tokens=not keep_special))
 
-    def chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
-        """The messages through the folder's chat template, ready to be answered."""
-        if self._template is None:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        name: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """The messages through the folder's chat template, ready to be answered: the tokens that transformers'
+        `apply_chat_template` gives. `name` chooses among several templates; `variables` are the template's own."""
+        template = self.template(name, tools=tools is not None)
+        if template is None:
             raise ModelFolderError(
                 "chat messages need a chat template in the model folder",
                 str(self._folder),
                 f"add {TEMPLATE}, or give the task's prompt as plain text",
             )
         return self.encode(
-            self._template.render(
+            template.render(
                 messages,
-                add_generation_prompt=add_generation_prompt,
-                **{"bos_token": "", "eos_token": ""} | self._named,
+                tools=tools,
+                documents=documents,
+                **{
+                    **self._special_tokens,
+                    "add_generation_prompt": add_generation_prompt,
+                    **(variables or {}),
+                },
             )
         )
+
+    def template(self, name: str | None = None, *, tools: bool = False) -> ChatTemplate | None:
+        """The chat template of this name, or the one that a conversation takes, with or without tools."""
+        name = choose_template(self._templates, name, tools=tools)
+        if name is None:
+            return None
+        if name not in self._compiled:
+            self._compiled[name] = ChatTemplate(*self._templates[name])
+        return self._compiled[name]
 
     @cached_property
     def words(self) -> dict[str, int]:
@@ -79,7 +105,7 @@ class Tokenizer:
         found: list[int] = []
         for name in ("generation_config.json", "config.json"):
             found += token_ids((read_object(self._folder / name) or {}).get("eos_token_id"), "eos_token_id", name)
-        text = self._named.get("eos_token")
+        text = self._named_tokens.get("eos_token")
         token = self._backend.token_to_id(text) if text else None
         return tuple(dict.fromkeys([*found, *([token] if token is not None else [])]))
 
@@ -103,36 +129,28 @@ class Tokenizer:
                     token,
                     "correct config.json and generation_config.json",
                 )
-        _token_texts(read_object(self._folder / SPECIAL_TOKENS) or {}, SPECIAL_TOKENS)
-        if self._template is not None:
+        for name in self._templates:
+            self.template(name)
+        if DEFAULT in self._templates:
             self.chat(_PLAIN_TALK[:1])
             self.chat(_PLAIN_TALK)
         else:
             self.encode(_PLAIN_TALK[0]["content"], special=True)
 
     @cached_property
-    def _template(self) -> ChatTemplate | None:
-        source = read_text(self._folder / TEMPLATE)
-        if source is not None:
-            return ChatTemplate(source, TEMPLATE)
-        given = self._settings.get("chat_template")
-        if isinstance(given, list):
-            # Several templates, each with a name, of which plain conversations take one.
-            named = [(one.get("name"), one.get("template")) for one in given if isinstance(one, dict)]
-            if len(named) < len(given):
-                raise ModelFolderError(
-                    f"chat_template of {SETTINGS} must be a text, or objects of name and template", given
-                )
-            given = dict(named[::-1]).get("default") if all(isinstance(name, str) for name, _ in named) else named
-        if given is None:
-            return None
-        if not isinstance(given, str):
-            raise ModelFolderError(f"chat_template of {SETTINGS} must be a text", given, f"correct {SETTINGS}")
-        return ChatTemplate(given, SETTINGS)
+    def _templates(self) -> dict[str, tuple[str, str]]:
+        return template_sources(self._folder, self._settings)
 
     @cached_property
-    def _named(self) -> dict[str, str]:
-        return _token_texts(self._settings, SETTINGS)
+    def _named_tokens(self) -> dict[str, str | None]:
+        return named_tokens(self._settings, read_object(self._folder / SPECIAL_TOKENS) or {})
+
+    @cached_property
+    def _special_tokens(self) -> dict[str, str]:
+        """What chat templates know of them: those that there are."""
+        config = read_object(self._folder / "config.json") or {}
+        defaults = class_defaults(self._settings, config, byte_level=_is_byte_level(self._backend))
+        return {key: text for key, text in {**defaults, **self._named_tokens}.items() if text is not None}
 
 
 def _load(file: Path, vocabulary: int | None) -> Any:
@@ -189,17 +207,6 @@ def _telling(rule: str) -> Iterator[None]:
         raise
 
 
-def _token_texts(settings: dict[str, Any], name: str) -> dict[str, str]:
-    """The special tokens that have a name, as texts."""
-    found = {}
-    for key in _NAMED:
-        value = settings.get(key)
-        text = value.get("content") if isinstance(value, dict) else value
-        if text is None and value is None:
-            continue
-        if not isinstance(text, str):
-            raise ModelFolderError(
-                f"{key} of {name} must be a text, or an object with its content", value, f"correct {name}"
-            )
-        found[key] = text
-    return found
+def _is_byte_level(backend: Any) -> bool:
+    parts = (backend.pre_tokenizer, backend.decoder)
+    return any("ByteLevel" in part.__getstate__().decode() for part in parts if part is not None)

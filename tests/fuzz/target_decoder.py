@@ -46,7 +46,7 @@ def _turn(tokens: int) -> Turn:
         logprobs=np.full(tokens, -0.5, np.float32),
         versions=np.full(tokens, 3, np.int32),
         context=np.array([5, 6, 7], np.int32),
-        stop="stop",
+        stop="end",
         sampling=Sampling(temperature=0.7, top_k=5),
         lineage=(KvEvent(position=0, version=3, before="kept", cause="start"),),
         support=Support.from_rows([np.array([t, 99]) for t in range(tokens)]),

@@ -87,7 +87,7 @@ def test_an_example_is_short(name: str, most: int) -> None:
 def test_the_scorer_gives_the_reward_its_docstring_says(text: str, reward: float) -> None:
     score = resolve(f"{ROOT}/examples/my_scorer.py:score")
     task = Task(id="0", prompt="Wed +2 +3 +1 +4 +3 . . . . . ?", answer="Tue")
-    turn = AttemptTurn(prompt="", text=text, tokens=[], stop="stop")
+    turn = AttemptTurn(prompt="", text=text, tokens=[], stop="end")
     assert score(task, Attempt(turns=[turn])).reward == pytest.approx(reward)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from typing import Any
 
 import pytest
 from integration_project import Project
@@ -11,9 +13,12 @@ from safetensors.torch import load_file, save_file
 CHATS = """
 from headrace import Task
 
-def tasks():
+def tasks(nobody=lambda i: i > 7 and i % 8 == 0):
     for i in range(64):
-        yield Task(id=f"t{i}", prompt=[{"role": "user" if i % 8 else "nobody", "content": "w1 w2"}])
+        yield Task(id=f"t{i}", prompt=[{"role": "nobody" if nobody(i) else "user", "content": "w1 w2"}])
+
+def early():
+    return tasks(lambda i: i == 7)
 
 def score(task, attempt):
     return sum(token % 2 for token in attempt.turns[-1].tokens) / 8
@@ -49,3 +54,42 @@ def test_messages_that_a_template_cannot_render_cost_their_episodes_only(own_mod
     summary = own_model.train("--set", "training.steps=3")
     assert summary["steps"] == 3
     assert set(summary["ledger"]["dropped"]) == {"chat_template"}
+
+
+@pytest.mark.parametrize("key", ["tasks", "evaluation.tasks"])
+def test_first_messages_that_a_template_cannot_render_are_refused_before_a_model_is_loaded(
+    own_model: Project, key: str
+) -> None:
+    (own_model.path / "model" / "chat_template.jinja").write_text(TEMPLATE)
+    (own_model.path / "user.py").write_text(CHATS)
+    done = own_model.headrace("train", "config.toml", "--set", f"{key}={{type='python', source='user.py:early'}}")
+    assert done.returncode == 2, done.stderr
+    told = " ".join(done.stderr.split())
+    assert f"not those of task 't7' of {key}, which are {{role: 'nobody', content: 'w1 w2'}}" in told
+    assert "the chat template in chat_template.jinja must render these messages: UndefinedError" in told
+    logs = {file.name.partition("-")[0] for file in (own_model.run / "logs").iterdir()}
+    assert logs == {"environment"}
+
+
+def test_the_settings_of_a_template_reach_prompts_and_the_audit(own_model: Project) -> None:
+    folder = own_model.path / "model"
+    named = [
+        {"name": "default", "template": "w9 "},
+        {"name": "own", "template": "{{ word }} {{ tools[0].name }} {{ documents[0].text }} {{ bos_token }}"},
+    ]
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": named}))
+    (folder / "special_tokens_map.json").write_text(json.dumps({"bos_token": "w7"}))
+    (own_model.path / "user.py").write_text(CHATS)
+    given = "{name='own', variables={word='w4'}, tools=[{name='w5'}], documents=[{text='w6'}]}"
+    own_model.train("--set", "training.steps=2", "--set", f"environment.template={given}")
+    contexts = {tuple(turn["context"]) for episode in episodes(own_model) for turn in episode["turns"]}
+    assert contexts == {(4, 5, 6, 7)}
+    found = own_model.audit()
+    assert found["ok"], found["violations"]
+    assert "prompts" not in found["unchecked"]
+
+
+def episodes(project: Project) -> list[dict[str, Any]]:
+    files = sorted((project.run / "episodes").glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]

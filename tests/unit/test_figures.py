@@ -42,3 +42,12 @@ def test_each_trial_is_a_row_and_those_count_that_records_or_a_replay_find(
 def test_a_damage_that_is_not_handled_does_not_count() -> None:
     rows = [{"name": "a", "held": True}, {"name": "b", "held": False}]
     assert figures.summarize("resume-damages", rows) == {"resume_damages_tried": 2, "resume_damages_handled": 1}
+
+
+def test_templates_are_counted_by_conversation_and_by_template() -> None:
+    rows = [{"name": f"{t}: {n}", "template": t, "equal": n < 2} for t in "ab" for n in range(3)]
+    assert figures.summarize("templates", rows) == {
+        "templates_tried": 6,
+        "templates_equal": 4,
+        "templates_distinct": 2,
+    }

@@ -51,7 +51,7 @@ def test_columns_outlive_the_readers_buffer():
         logprobs=np.linspace(-1, 0, 5, dtype=np.float32),
         versions=np.full(5, 3, np.int32),
         context=np.array([9], np.int32),
-        stop="stop",
+        stop="end",
     )
     reader = FrameReader()
     (episode,) = reader.feed(bytes(encode(Episode(id="e", task=Task(id="t", prompt=""), turns=(turn,)))))

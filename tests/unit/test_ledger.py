@@ -21,7 +21,7 @@ def trained_batch(names: list[str], *, version: int, tokens: int = 3) -> Batch:
         logprobs=np.zeros(tokens, np.float32),
         versions=np.full(tokens, version, np.int32),
         context=np.zeros(1, np.int32),
-        stop="stop",
+        stop="end",
     )
     episodes = tuple(Episode(id=name, task=TASK, turns=(turn,), reward=1.0) for name in names)
     group = Group(id="g", sequence=0, task=TASK, episodes=episodes)

@@ -26,6 +26,7 @@ from headrace.records import (
     WeightVersion,
     decode,
     encode,
+    text_before,
 )
 
 
@@ -48,7 +49,7 @@ def full_turn(tokens: int, parent: int | None = None) -> Turn:
         logprobs=-np.linspace(0.1, 2, tokens).astype(np.float32),
         versions=np.full(tokens, 7, np.int32),
         context=np.array([5, 6, 7], np.int32),
-        stop="stop",
+        stop="end",
         sampling=Sampling(temperature=0.7, top_k=5, top_p=0.9, min_p=0.01),
         lineage=(
             KvEvent(position=0, version=6, before="kept", cause="start"),
@@ -172,7 +173,7 @@ def _turn(**columns) -> Turn:
         "versions": np.zeros(2, np.int32),
         "context": np.zeros(1, np.int32),
     }
-    return Turn(**(usual | columns), stop="stop")
+    return Turn(**({"stop": "end"} | usual | columns))
 
 
 @pytest.mark.parametrize(
@@ -189,6 +190,8 @@ def _turn(**columns) -> Turn:
         ({"support": Support(np.zeros(3, np.int32), np.array([], np.int64))}, "support offsets rise from 0"),
         ({"routes": Routes(np.zeros((2, 3, 1)), np.zeros((2, 3, 2)))}, "routes are two (tokens, layers, k) arrays"),
         ({"context": np.zeros((1, 1), np.int32)}, "a turn's context is one row of tokens"),
+        ({"stop": "stop_string"}, "a turn that a stop string ended names it, and no other does, here stop_string"),
+        ({"stop_string": "\n"}, "a turn that a stop string ended names it, and no other does, here end"),
     ],
 )
 def test_columns_that_do_not_fit_together_travel_and_are_named(columns, rule):
@@ -197,6 +200,13 @@ def test_columns_that_do_not_fit_together_travel_and_are_named(columns, rule):
     assert fault is not None
     assert fault[0].startswith(rule)
     assert _turn().fault() is None
+    assert _turn(stop="stop_string", stop_string="\n").fault() is None
+
+
+def test_a_text_is_shown_without_the_stop_string_that_ended_it():
+    assert text_before("a\n\n", None) == "a\n\n"
+    assert text_before("a\n\n", "\n") == "a"
+    assert text_before("ab", "c") == "ab"
 
 
 def test_a_batch_has_one_advantage_per_episode():

@@ -12,17 +12,16 @@ import xxhash
 
 from headrace.audit.findings import PROVENANCE, RECORDS
 from headrace.config.run import RunConfig
-from headrace.errors import HeadraceError
-from headrace.records import Task
+from headrace.errors import HeadraceError, ModelFolderError
+from headrace.records import Task, Turn, text_before
 from headrace.rollout.config import DatasetsTasks, JsonlTasks, ParquetTasks
+from headrace.rollout.prompts import prompt_tokens
 from headrace.rollout.single_turn import SingleTurn
 from headrace.rollout.tasks import load_tasks
 from headrace.telemetry.episodes import StoredEpisode
 from headrace.tokenizer import Tokenizer
 
 _SINGLE_TURN = f"{SingleTurn.__module__}:{SingleTurn.__qualname__}"
-
-_TEMPLATES = ("chat_template.jinja", "tokenizer_config.json")
 
 
 class Outside:
@@ -44,30 +43,58 @@ class Outside:
         if self._tokenizer is None:
             return
         if item.text is not None:
-            text = "\n".join(self._tokenizer.decode(turn.tokens.tolist()) for turn in turns)
+            texts = (text_before(self._tokenizer.decode(t.tokens.tolist()), t.stop_string) for t in turns)
+            text = "\n".join(texts)
             if text != item.text:
                 yield RECORDS, f"its text is {item.text[:60]!r}, and its tokens say {text[:60]!r}"
+        for turn in turns:
+            yield from self._stops(turn)
         if self._single is not None:
             prompt = self._single.prompt(task)
-            if isinstance(prompt, str):
-                tokens = self._tokenizer.encode(prompt, special=True)
-            else:
-                tokens = self._tokenizer.chat(prompt)
+            tokens = prompt_tokens(prompt, self._tokenizer, self._config.environment.template)
             if len(turns) != 1 or not np.array_equal(turns[0].context, tokens):
                 yield PROVENANCE, "what the policy was shown is not its task's prompt"
+
+    def _stops(self, turn: Turn) -> Iterator[tuple[str, str]]:
+        """What a turn says of its end, and what its tokens and text say."""
+        assert self._tokenizer is not None
+        tokens, ends, string = turn.tokens.tolist(), self._ends, turn.stop_string
+        told = f"it stops by {turn.stop!r}, with {len(tokens)} tokens to {tokens[-4:]}"
+        at_end = bool(tokens) and tokens[-1] in ends
+        if turn.stop not in ("end", "stop_string", "length"):
+            yield PROVENANCE, f"{told}: no turn that was trained on does"
+        elif at_end != (turn.stop == "end") or any(token in ends for token in tokens[:-1]):
+            yield PROVENANCE, f"{told}, and tokens that end a turn are {sorted(ends)}"
+        if string is not None and string not in self._tokenizer.decode(tokens):
+            yield PROVENANCE, f"{told}: the stop string {string[:60]!r} is not in its text"
+        if self._single is None:
+            return
+        environment, room = self._config.environment, self._config.engine.max_context - len(turn.context)
+        if string is not None and string not in environment.stop_strings:
+            yield PROVENANCE, f"{told}: the stop string {string[:60]!r} is none of the run's"
+        if turn.stop == "length" and len(tokens) != min(environment.max_tokens, room):
+            yield PROVENANCE, f"{told}, and may have {min(environment.max_tokens, room)}"
 
     def _open_prompts(self) -> SingleTurn | None:
         """The environment whose prompts are made again. Another's are its own affair."""
         if self._tokenizer is None or self._config.environment.source != _SINGLE_TURN:
             return None
-        if any("strftime_now" in text for text in _texts(Path(self._config.model.path), _TEMPLATES)):
+        settings = self._config.environment.template
+        try:
+            template = self._tokenizer.template(settings.name, tools=settings.tools is not None)
+        except ModelFolderError as error:
+            self.unchecked["prompts"] = f"the model's chat template cannot be read: {error}"
+            return None
+        if template is not None and template.tells_time:
             self.unchecked["prompts"] = "the model's chat template shows the date"
             return None
         return SingleTurn(**self._config.environment.options)
 
     def _open_tokenizer(self) -> Tokenizer | None:
         try:
-            return Tokenizer(Path(self._config.model.path))
+            tokenizer = Tokenizer(Path(self._config.model.path))
+            self._ends = frozenset(tokenizer.eos_tokens)
+            return tokenizer
         except (HeadraceError, OSError, ValueError) as error:
             self.unchecked["texts and prompts"] = f"the model's tokenizer cannot be read: {error}"
             return None
@@ -93,12 +120,6 @@ class Outside:
         except (HeadraceError, OSError, ValueError) as error:
             self.unchecked["that tasks are the run's"] = f"the task file cannot be read: {error}"
             return None
-
-
-def _texts(folder: Path, names: tuple[str, ...]) -> Iterator[str]:
-    for name in names:
-        if (folder / name).is_file():
-            yield (folder / name).read_text(encoding="utf-8", errors="replace")
 
 
 def _digest(task: Task) -> int:

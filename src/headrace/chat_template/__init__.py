@@ -14,6 +14,7 @@ depends on a clock: the same template and messages end the same way on every mac
     sizes.py         how many steps it takes to look at a value
     generator.py     the code that Jinja makes of a template, with counting between
     environment.py   what that code calls: filters, tests, methods, operators
+    folder.py        where a model folder keeps its templates, and which one a conversation takes
 """
 
 from __future__ import annotations
@@ -37,6 +38,8 @@ MAX_SOURCE = 1 << 16
 MAX_TOKENS = 1 << 13
 """Words and signs of a template's code, of which the longest in use have a third. To compile them takes up to
 4 KiB for each."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names under which messages carry their reasoning, as transformers knows them."""
 _WHAT_TEMPLATES_RAISE = (
     TemplateError,
     ArithmeticError,
@@ -66,6 +69,8 @@ class ChatTemplate:
     def __init__(self, source: str, name: str):
         """`name` is the file that errors speak of."""
         self._name = name
+        self.tells_time = "strftime_now" in source
+        """Whether it may render the same messages differently tomorrow."""
         if len(source) > MAX_SOURCE:
             raise ModelFolderError(
                 f"the chat template in {name} must not exceed {MAX_SOURCE} characters",
@@ -93,7 +98,7 @@ class ChatTemplate:
         environment = self._environment
         with _one_at_a_time:
             try:
-                given = {"messages": list(messages), "tools": None, "documents": None, **variables}
+                given = {"messages": _conversation(messages), "tools": None, "documents": None, **variables}
                 context = self._template.new_context(environment.begin(given))
                 return "".join(self._template.root_render_func(context))
             except TooMuchWork as error:
@@ -112,3 +117,20 @@ class ChatTemplate:
         return ModelFolderError(
             f"the chat template in {self._name} {rule}", said, "correct it, or give prompts as plain text"
         )
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not messages:
+        raise ValueError("a conversation has at least one message")
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise TypeError(f"a message is an object, not {type(message).__name__}")
+    return [_with_reasoning(message) for message in messages]
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under each of the names that templates read."""
+    reasoning = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+    if reasoning is None:
+        return dict(message)
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}

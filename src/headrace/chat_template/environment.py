@@ -62,10 +62,10 @@ _METHODS: tuple[tuple[type, frozenset[str]], ...] = (
         frozenset(
             (
                 "capitalize", "casefold", "center", "count", "endswith", "find", "index", "isalnum", "isalpha",
-                "isascii", "isdecimal", "isdigit", "islower", "isnumeric", "isspace", "istitle", "isupper", "join",
-                "ljust", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace", "rfind",
-                "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip",
-                "swapcase", "title", "upper", "zfill",
+                "isascii", "isdecimal", "isdigit", "isidentifier", "islower", "isnumeric", "isprintable", "isspace",
+                "istitle", "isupper", "join", "ljust", "lower", "lstrip", "partition", "removeprefix",
+                "removesuffix", "replace", "rfind", "rindex", "rjust", "rpartition", "rsplit", "rstrip", "split",
+                "splitlines", "startswith", "strip", "swapcase", "title", "upper", "zfill",
             )
         ),
     ),
@@ -99,7 +99,7 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         self._known: dict[int, int] = {}
         self.globals = {
             "cycler": Cycler,
-            "dict": self._dict,
+            "dict": _Dict(self),
             "joiner": Joiner,
             "namespace": _Namespace,
             "raise_exception": _refuse,
@@ -239,7 +239,9 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
         if owner is None or owner is self:
             return self.made(super().call(context, function, *args, **kwargs))
         name = function.__name__
-        if not any(isinstance(owner, kind) and name in names for kind, names in _METHODS):
+        if not (isinstance(owner, _Dict) and name == "fromkeys") and not any(
+            isinstance(owner, kind) and name in names for kind, names in _METHODS
+        ):
             raise SecurityError(f"{type(owner).__name__}.{name} is not there for chat templates")
         # Jinja's own, for functions that ask for them.
         kwargs.pop("_loop_vars", None)
@@ -278,11 +280,6 @@ class CountingEnvironment(ImmutableSandboxedEnvironment):
             raise SecurityError(f"{type(text).__name__}.{value.__name__} is not there for chat templates")
         formatter = _Formatter(self)
         return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
-
-    def _dict(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        for argument in args:
-            self.scanned(argument)
-        return dict(*args, **kwargs)
 
     # ── Filters and tests ────────────────────────────────────────────────────────────────────────────────────
 
@@ -379,6 +376,21 @@ class _Formatter(SandboxedFormatter):
         if any(len(width) > 4 for width in re.findall(r"\d+", format_spec)):
             raise ValueError("the widths of a format have at most four digits")
         return self._counter.made(super().format_field(value, format_spec))
+
+
+class _Dict:
+    """What templates know as `dict`."""
+
+    def __init__(self, environment: CountingEnvironment):
+        self._counter = environment
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        for argument in args:
+            self._counter.scanned(argument)
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args, **kwargs)
 
 
 class _Namespace(Namespace):

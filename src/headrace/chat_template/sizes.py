@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 from jinja2.runtime import Undefined
 
 ELEMENT = 16
@@ -53,6 +55,13 @@ def copied(value: Any, known: dict[int, int], depth: int = 0) -> tuple[Any, int]
         return value, ELEMENT
     if depth > 100:
         raise ValueError("messages are nested deeper than 100 levels")
+    if isinstance(value, np.generic):
+        return copied(value.item(), known, depth + 1)
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
+    elif callable(getattr(value, "model_dump", None)):
+        # As objects of pydantic have it.
+        value = value.model_dump()
     copy: Any
     size = ELEMENT
     if isinstance(value, Mapping):

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from headrace.cli.output import console, print_json
 from headrace.errors import HeadraceError, RunFolderError
-from headrace.records import Turn
+from headrace.records import Turn, text_before
 from headrace.telemetry.episodes import Decode, StoredEpisode, read_episodes
 from headrace.telemetry.folder import RunFolder
 
@@ -72,6 +72,7 @@ def summary(stored: StoredEpisode) -> dict[str, Any]:
         "versions": [episode.version_min, episode.version_max],
         "lag": stored.lag,
         "stop": [turn.stop for turn in episode.turns],
+        "stop_string": [turn.stop_string for turn in episode.turns],
         "tokens": episode.num_tokens,
         "turns": len(episode.turns),
         "seconds": episode.finished - episode.started,
@@ -118,11 +119,12 @@ def _completion(stored: StoredEpisode, place: int, turn: Turn, versions: list[in
     if decode is None:
         return Text(stored.text or "(no tokenizer)") if place == 0 else Text("")
     text, shown, tokens = Text(), "", turn.tokens.tolist()
+    length = len(text_before(decode(tokens), turn.stop_string))
     for end in range(1, len(tokens) + 1):
         if end < len(tokens) and turn.versions[end] == turn.versions[end - 1]:
             continue
         # A character can span tokens: what a share adds is what the text up to its end has more.
-        whole = decode(tokens[:end])
+        whole = decode(tokens[:end])[:length]
         text.append(whole[len(shown) :], style=_style(int(turn.versions[end - 1]), versions))
         shown = whole
     return text

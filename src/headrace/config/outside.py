@@ -22,6 +22,7 @@ from headrace.rollout.config import (
     PythonTasks,
     ReasoningGymTasks,
     TaskConfig,
+    TemplateConfig,
 )
 from headrace.rollout.task_checks import checked_tasks
 from headrace.rollout.task_sources import jsonl_rows
@@ -65,6 +66,7 @@ def _check_models(config: RunConfig) -> None:
     if config.training.lora is not None:
         _check_lora(config.training.lora, model)
     _check_other_models(config)
+    _check_template(config)
 
 
 def _check_code(config: RunConfig) -> None:
@@ -74,6 +76,21 @@ def _check_code(config: RunConfig) -> None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks", compares)
     _check_user_class(config.environment, "environment", "rollout", ("task", "policy"))
     _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
+
+
+def _check_template(config: RunConfig) -> None:
+    """That what is said of the model's chat template finds one."""
+    from headrace.tokenizer import Tokenizer
+
+    settings = config.environment.template
+    if settings == TemplateConfig():
+        return
+    if Tokenizer(config.model.path).template(settings.name, tools=settings.tools is not None) is None:
+        raise ConfigError(
+            "environment.template is for a model whose folder has a chat template",
+            config.model.path,
+            "add chat_template.jinja to the folder, or leave environment.template out",
+        )
 
 
 def _check_other_models(config: RunConfig) -> None:

@@ -273,8 +273,10 @@ class _Run:
         config = self._config
         tasks = await rollouts.tasks(config.tasks)
         eval_tasks: Sequence[Task] = ()
+        await rollouts.check_prompts(tasks, "tasks")
         if config.evaluation.tasks is not None:
             eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+            await rollouts.check_prompts(eval_tasks, "evaluation.tasks")
         return tasks, eval_tasks
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:

@@ -20,8 +20,13 @@ class Completion:
 
     turn: int
     tokens: list[int]
+    """As sampled, with those of an end token or a stop string."""
     text: str
+    """Without special tokens, and without the stop string that ended it."""
     stop: str
+    """"end": by an end token. "stop_string": by a stop string. "length": it has as many tokens as it may have."""
+    stop_string: str | None = None
+    """The one that ended it."""
 
 
 class Policy(Protocol):

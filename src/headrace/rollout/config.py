@@ -95,6 +95,33 @@ class SamplingConfig(Config):
         return Sampling(**msgspec.structs.asdict(self))
 
 
+class TemplateConfig(Config):
+    """What the model's chat template is given beside the messages, in training and in evaluation."""
+
+    name: str | None = None
+    """One of several templates of the model's folder. None: "tool_use" where there are tools and a template of that
+    name, otherwise "default"."""
+    variables: dict[str, Any] = {}
+    """The template's own variables, such as `enable_thinking = false`."""
+    tools: tuple[dict[str, Any], ...] | None = None
+    """What the policy is told that it can call: JSON schemas of functions."""
+    documents: tuple[dict[str, Any], ...] | None = None
+    """What the policy is told to answer from."""
+
+    def check(self) -> None:
+        for key in self.variables:
+            if key in ("messages", "tools", "documents", "add_generation_prompt"):
+                where = f"environment.template.{key}" if key in ("tools", "documents") else "the prompt"
+                raise ConfigError(
+                    "environment.template.variables are the template's own", key, f"leave it to {where}"
+                )
+
+    def options(self) -> dict[str, Any]:
+        """As keyword arguments of `Tokenizer.chat`."""
+        given = msgspec.structs.asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in given.items()}
+
+
 class EnvironmentConfig(Config):
     """What turns a task into an episode, in worker processes of its own."""
 
@@ -102,6 +129,7 @@ class EnvironmentConfig(Config):
     """The environment's class, or a function `rollout(task, policy)`: "module:Name" or "file.py:Name"."""
     options: dict[str, Any] = {}
     """Keyword arguments of its constructor."""
+    template: TemplateConfig = TemplateConfig()
     sampling: SamplingConfig = SamplingConfig()
     max_tokens: Annotated[int, Meta(ge=1)] = 256
     """Most tokens of one turn."""

@@ -28,11 +28,12 @@ import numpy as np
 from headrace.bounds import SystemFailure, checked_metrics, described, text_of
 from headrace.engine.base import SampleRequest
 from headrace.errors import ConfigError, EpisodeFailure, InputError, ModelFolderError
-from headrace.ipc import error_from_record, error_to_record
-from headrace.records import Episode, Record, Sampling, Task, Turn, message
+from headrace.ipc import Failed, error_from_record, error_to_record
+from headrace.records import Episode, Record, Sampling, Task, Turn, message, text_before
 from headrace.references import made, resolve, spot_of
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
+from headrace.rollout.prompts import CHECKED_TASKS, check_prompt, prompt_tokens
 from headrace.rollout.tasks import TaskList, load_tasks
 from headrace.tokenizer import Tokenizer
 from headrace.workers import AskController, Pool, call_user, serve
@@ -59,6 +60,7 @@ class SampleReply(Record):
     turn: int
     tokens: np.ndarray
     stop: str
+    stop_string: str | None = None
 
 
 @message
@@ -75,6 +77,19 @@ class LoadTasks(Record):
 
     config: bytes
     limit: int | None
+
+
+@message
+class CheckPrompt(Record):
+    """Ask a worker whether a task's prompt can be rendered. `where` is the key that the task comes from."""
+
+    task: Task
+    where: str
+
+
+@message
+class PromptChecked(Record):
+    problem: Failed | None = None
 
 
 # ── The worker's side ────────────────────────────────────────────────────────────────────────────────────
@@ -94,8 +109,10 @@ class _Episodes:
         found = resolve(config.source)
         self._rollout: Callable[..., Any]
         if isinstance(found, type):
-            self._rollout = made(found, config.options, config.source, "environment").rollout
+            self._environment: Any = made(found, config.options, config.source, "environment")
+            self._rollout = self._environment.rollout
         else:
+            self._environment = None
             self._rollout = partial(found, **config.options) if config.options else found
 
     async def handle(self, body: Any, ask: AskController) -> Any:
@@ -105,6 +122,12 @@ class _Episodes:
             except InputError as error:
                 return TaskList(problem=error_to_record(0, error))
             return TaskList()
+        if isinstance(body, CheckPrompt):
+            try:
+                check_prompt(body.task, self._environment, self._tokenizer, self._config.template, body.where)
+            except InputError as error:
+                return PromptChecked(problem=error_to_record(0, error))
+            return PromptChecked()
         assert isinstance(body, RunEpisode)
         policy = _WorkerPolicy(self._config, self._tokenizer, ask)
         try:
@@ -152,6 +175,7 @@ class _WorkerPolicy:
     def __init__(self, config: EnvironmentConfig, tokenizer: Tokenizer, ask: AskController):
         self._config = config
         self._tokenizer = tokenizer
+        self._template = config.template
         self._ask = ask
         self._waiting = 0
         self._exceeded = False
@@ -219,18 +243,22 @@ class _WorkerPolicy:
         finally:
             self._waiting -= 1
         tokens = reply.tokens.tolist()
-        return Completion(turn=reply.turn, tokens=tokens, text=self._tokenizer.decode(tokens), stop=reply.stop)
+        return Completion(
+            turn=reply.turn,
+            tokens=tokens,
+            text=text_before(self._tokenizer.decode(tokens), reply.stop_string),
+            stop=reply.stop,
+            stop_string=reply.stop_string,
+        )
 
     def _tokens(self, prompt: str | Sequence[dict[str, Any]] | Sequence[int], *, first: bool) -> list[int]:
-        if isinstance(prompt, str):
-            return self._tokenizer.encode(prompt, special=first)
-        if prompt and isinstance(prompt[0], dict):
-            try:
-                return self._tokenizer.chat(prompt)  # type: ignore[arg-type]
-            except ModelFolderError as error:
-                # The template has rendered a plain conversation: these messages are what it cannot do.
-                raise SystemFailure("chat_template", str(error)) from error
-        return [int(token) for token in prompt]  # type: ignore[arg-type]
+        try:
+            return prompt_tokens(prompt, self._tokenizer, self._template, first=first)
+        except ModelFolderError as error:
+            if isinstance(prompt, str):
+                raise
+            # The template has rendered a plain conversation: these messages are what it cannot do.
+            raise SystemFailure("chat_template", str(error)) from error
 
 
 def _check_options(prompt: Any, after: Any, max_tokens: Any) -> None:
@@ -287,6 +315,13 @@ class WorkerRollouts:
         if reply.problem is not None:
             raise error_from_record(reply.problem)
         return tuple(found)
+
+    async def check_prompts(self, tasks: Sequence[Task], where: str) -> None:
+        """Raises ConfigError where the prompt of one of the first tasks cannot be rendered."""
+        for task in tasks[:CHECKED_TASKS]:
+            reply = await self._pool.run(CheckPrompt(task=task, where=where))
+            if reply.problem is not None:
+                raise error_from_record(reply.problem)
 
     async def run(self, request: EpisodeRequest) -> Episode:
         started, begun = time.time(), time.monotonic()
@@ -385,7 +420,8 @@ class _Recorder:
         if call.hold:
             self._held[len(self.turns)] = request.id
         self.turns.append(self._as_continued(turn, call))
-        return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
+        turns = len(self.turns)
+        return SampleReply(turn=turns - 1, tokens=turn.tokens, stop=turn.stop, stop_string=turn.stop_string)
 
     def _as_continued(self, turn: Turn, call: SampleCall) -> Turn:
         """The turn with its context by reference: to the turn it continues or, where it continues only a part of

@@ -22,8 +22,13 @@ class AttemptTurn:
 
     prompt: str
     text: str
+    """Without special tokens, and without the stop string that ended it."""
     tokens: list[int]
+    """As sampled."""
     stop: str
+    """"end": by an end token. "stop_string": by a stop string. "length": it has as many tokens as it may have."""
+    stop_string: str | None = None
+    """The one that ended it."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +40,12 @@ class Attempt:
 
     @property
     def text(self) -> str:
-        """The last turn's answer, without special tokens."""
+        """The last turn's answer, without special tokens and stop string."""
         return self.turns[-1].text if self.turns else ""
 
     @property
     def stop(self) -> str:
+        """Why the last turn ended: "end", "stop_string" or "length"."""
         return self.turns[-1].stop if self.turns else ""
 
 

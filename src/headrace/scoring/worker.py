@@ -14,7 +14,7 @@ import numpy as np
 
 from headrace.bounds import SystemFailure, checked_metrics, text_of
 from headrace.errors import EpisodeFailure, quoted
-from headrace.records import Episode, Record, Task, message
+from headrace.records import Episode, Record, Task, message, text_before
 from headrace.references import made, resolve
 from headrace.scoring.base import Attempt, AttemptTurn, Score
 from headrace.scoring.config import ScorerConfig
@@ -29,6 +29,7 @@ class ScoreTurn(Record):
     context: np.ndarray
     tokens: np.ndarray
     stop: str
+    stop_string: str | None = None
 
 
 @message
@@ -72,9 +73,10 @@ class _Scoring:
         turns = [
             AttemptTurn(
                 prompt=decode(turn.context, keep_special=True),
-                text=decode(turn.tokens),
+                text=text_before(decode(turn.tokens), turn.stop_string),
                 tokens=turn.tokens.tolist(),
                 stop=turn.stop,
+                stop_string=turn.stop_string,
             )
             for turn in call.turns
         ]
@@ -116,7 +118,10 @@ class WorkerScorers:
         self._pool = pool
 
     async def score(self, episode: Episode) -> Episode:
-        turns = tuple(ScoreTurn(context=t.context, tokens=t.tokens, stop=t.stop) for t in episode.turns)
+        turns = tuple(
+            ScoreTurn(context=t.context, tokens=t.tokens, stop=t.stop, stop_string=t.stop_string)
+            for t in episode.turns
+        )
         try:
             reply = await self._pool.run(ScoreCall(task=episode.task, turns=turns, metrics=episode.metrics))
             metrics = checked_metrics(reply.metrics)

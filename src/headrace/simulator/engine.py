@@ -10,7 +10,7 @@ import numpy as np
 
 from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.errors import ComponentDied, EpisodeFailure, HeadraceError, SyncError
-from headrace.records import KvEvent, Support, Turn
+from headrace.records import KvEvent, Stop, Support, Turn
 from headrace.simulator.world import World
 from headrace.sync.base import Manifest, Seal
 from headrace.sync.plan import Kind, plan
@@ -21,7 +21,6 @@ TOKEN = 0
 TENSORS = {"w": Kind("float32", (1,))}
 """A simulated model's parameters; their one number stands for the bytes."""
 
-Stop = Literal["stop", "length", "cancelled"]
 Change = tuple[Literal["kept", "recomputed"], Literal["swap", "resume", "sleep"]]
 
 
@@ -109,7 +108,7 @@ class SimEngine:
             self._lengths[request.id] = wanted
         if request.hold:
             self._held[request.id] = np.concatenate([one.context, np.full(made, TOKEN, np.int32)])
-        return self._turn(request, one, made, "cancelled" if cancelled else "stop" if stops else "length")
+        return self._turn(request, one, made, "cancelled" if cancelled else "end" if stops else "length")
 
     async def score(self, request: ScoreRequest) -> Turn:
         if not len(request.context) or not len(request.tokens):

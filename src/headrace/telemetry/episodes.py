@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from headrace.errors import RunFolderError
-from headrace.records import Batch, Episode, Group, KvEvent, Routes, Sampling, Support, Task, Turn
+from headrace.records import Batch, Episode, Group, KvEvent, Routes, Sampling, Support, Task, Turn, text_before
 from headrace.telemetry.folder import RunFolder
 
 Decode = Callable[[list[int]], str]
@@ -97,7 +97,7 @@ def _task(task: Task) -> dict[str, Any]:
 def _text(episode: Episode, decode: Decode | None) -> str | None:
     if decode is None:
         return None
-    return "\n".join(decode(turn.tokens.tolist()) for turn in episode.turns)
+    return "\n".join(text_before(decode(turn.tokens.tolist()), turn.stop_string) for turn in episode.turns)
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
@@ -107,6 +107,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "logprobs": _floats(turn.logprobs),
         "versions": turn.versions.tolist(),
         "stop": turn.stop,
+        "stop_string": turn.stop_string,
         "sampling": {name: getattr(turn.sampling, name) for name in Sampling.__struct_fields__},
         "lineage": [_event(event) for event in turn.lineage],
         "support": turn.support and {"ids": turn.support.ids.tolist(), "offsets": turn.support.offsets.tolist()},
@@ -211,6 +212,7 @@ def _read_turn(turn: dict[str, Any]) -> Turn:
         versions=np.array(turn["versions"], np.int32),
         context=np.array(turn["context"], np.int32),
         stop=turn["stop"],
+        stop_string=turn.get("stop_string"),
         sampling=Sampling(**turn["sampling"]),
         lineage=tuple(KvEvent(**event) for event in turn["lineage"]),
         support=support

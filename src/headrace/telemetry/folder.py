@@ -44,8 +44,9 @@ class RunFolder:
         self.path = Path(path)
         self.config = self.path / "config.toml"
         self.given = self.path / "given.toml"
-        self.given_next = self.path / "given.next.toml"
         """What the configuration file itself says, without --set and defaults."""
+        self.given_next = self.path / "given.next.toml"
+        """The same for a session that resumes the run and has not begun yet."""
         self.metrics = self.path / "metrics.jsonl"
         self.events = self.path / "events.jsonl"
         self.ledger = self.path / "ledger.sqlite"

@@ -47,7 +47,7 @@ class EngineContract(InterruptTests, ForkTests):
         turn = await serving.engine.sample(asked)
         assert (turn.tokens.dtype, turn.logprobs.dtype, turn.versions.dtype) == (np.int32, np.float32, np.int32)
         assert 1 <= len(turn.tokens) <= 7
-        assert turn.stop == ("length" if len(turn.tokens) == 7 else "stop")
+        assert turn.stop == ("length" if len(turn.tokens) == 7 else "end")
         assert ((turn.tokens >= 0) & (turn.tokens < serving.vocab_size)).all()
         assert (np.isfinite(turn.logprobs) & (turn.logprobs <= 0)).all()
         assert turn.versions.tolist() == [number] * len(turn.tokens)
@@ -66,7 +66,7 @@ class EngineContract(InterruptTests, ForkTests):
     @scenario
     async def test_a_stop_token_ends_a_turn_and_is_part_of_it(self, serving: Serving) -> None:
         turn = await serving.engine.sample(request([1, 2], 9, stop_tokens=tuple(range(serving.vocab_size))))
-        assert (turn.stop, len(turn.tokens), len(turn.logprobs)) == ("stop", 1, 1)
+        assert (turn.stop, len(turn.tokens), len(turn.logprobs)) == ("end", 1, 1)
 
     @scenario
     async def test_truncated_sampling_brings_its_supports(self, serving: Serving) -> None:
@@ -107,7 +107,7 @@ class EngineContract(InterruptTests, ForkTests):
         for one, turn in zip(asked, turns, strict=True):
             assert turn.context.tolist() == one.context.tolist()
             assert turn.seed == one.seed
-            assert len(turn.tokens) == one.max_tokens or turn.stop == "stop"
+            assert len(turn.tokens) == one.max_tokens or turn.stop == "end"
             assert set(turn.versions.tolist()) == {number}
 
     @scenario
@@ -147,7 +147,7 @@ class EngineContract(InterruptTests, ForkTests):
             await cancelled
         await until(lambda: has(engine, running=1))
         again = await engine.sample(request([1, 2], 3, id=first.id))
-        assert again.stop in ("length", "stop")
+        assert again.stop in ("length", "end")
         assert (await other).stop == "length"
         await until(lambda: has(engine, running=0))
 
@@ -171,7 +171,7 @@ class EngineContract(InterruptTests, ForkTests):
     @scenario
     async def test_cutting_an_unknown_request_changes_nothing(self, serving: Serving) -> None:
         serving.engine.cut(10**9)
-        assert (await serving.engine.sample(request([1], 2))).stop in ("length", "stop")
+        assert (await serving.engine.sample(request([1], 2))).stop in ("length", "end")
 
     # ── Publication ──────────────────────────────────────────────────────────────────────────────────────
 

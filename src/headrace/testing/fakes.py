@@ -52,7 +52,7 @@ class ScriptedPolicy:
     ) -> Completion:
         turn = len(self.asked)
         self.asked.append(prompt)
-        return Completion(turn=turn, tokens=[], text=self._answers[turn], stop="stop")
+        return Completion(turn=turn, tokens=[], text=self._answers[turn], stop="end")
 
 
 # ── A child process ──────────────────────────────────────────────────────────────────────────────────────

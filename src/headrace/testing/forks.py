@@ -35,7 +35,7 @@ class ForkTests(EngineTests):
             assert fork.context.tolist() == [*sequence[: one.fork_at], *one.context.tolist()]
             assert set(fork.versions.tolist()) == {number}
             assert plain(fork.lineage) == [(0, number, "kept", "start")]
-            assert len(fork.tokens) == 15 or fork.stop == "stop"
+            assert len(fork.tokens) == 15 or fork.stop == "end"
             await self._scored(serving, fork)
 
     @scenario

@@ -7,7 +7,6 @@ from outcomes import DIGEST, NOBODY
 EXPECTED = {
     "metrics of an episode changed": DIGEST,
     "joins invented": DIGEST,
-    "an ended turn called cut short": DIGEST,
     "a drop's detail changed in the events": DIGEST,
     "an evaluation invented": DIGEST,
     "the entropy changed": DIGEST,

@@ -138,7 +138,7 @@ def _untempered(turn: Turn) -> Turn:
 
 def _unstopped(turn: Turn) -> Turn | None:
     """The token that ended the sequence is not recorded."""
-    if turn.stop != "stop" or len(turn.tokens) < 2 or turn.support is None:
+    if turn.stop != "end" or len(turn.tokens) < 2 or turn.support is None:
         return None
     rows = [turn.support.row(t) for t in range(len(turn.tokens) - 1)]
     columns = {name: getattr(turn, name)[:-1] for name in ("tokens", "logprobs", "versions")}

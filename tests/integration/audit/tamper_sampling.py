@@ -110,12 +110,12 @@ SAMPLING = [
     Tampering("the engine of evaluations", on_turns(lambda turn: turn.update(engine="engine-eval")), True),
     Tampering(
         "a truncated turn called ended by itself",
-        on_turn(lambda turn: turn.update(stop="stop"), lambda turn: turn["stop"] == "length"),
+        on_turn(lambda turn: turn.update(stop="end"), lambda turn: turn["stop"] == "length"),
         True,
     ),
     Tampering(
         "an ended turn called cut short",
-        on_turn(lambda turn: turn.update(stop="cancelled"), lambda turn: turn["stop"] == "stop"),
+        on_turn(lambda turn: turn.update(stop="cancelled"), lambda turn: turn["stop"] == "end"),
         True,
     ),
     Tampering("routes of experts that the model has not", on_turn(_routes), True),

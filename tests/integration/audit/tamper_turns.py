@@ -87,7 +87,7 @@ def _last_token_cut(line: Line) -> dict[str, int]:
 
 def _token_after_the_end(line: Line) -> dict[str, int]:
     """Something is written after the token that ended the sequence."""
-    turn = next(turn for turn in reversed(line["turns"]) if turn["stop"] == "stop")
+    turn = next(turn for turn in reversed(line["turns"]) if turn["stop"] == "end")
     turn["tokens"].append(3)
     turn["logprobs"].append(-1.0)
     turn["versions"].append(turn["versions"][-1])
@@ -139,7 +139,7 @@ TOKENS = [
     ),
     Tampering(
         "a token added after the end of a sequence, in the ledger too",
-        on_line(_token_after_the_end, lambda line: any(t["stop"] == "stop" for t in line["turns"])),
+        on_line(_token_after_the_end, lambda line: any(t["stop"] == "end" for t in line["turns"])),
         True,
     ),
     Tampering("log-probs of one turn moved by one token", on_turn(_shifted, long), True),

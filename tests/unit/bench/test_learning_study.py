@@ -23,7 +23,7 @@ import report
 import study
 
 
-def attempt(text: str, stop: str = "stop") -> Attempt:
+def attempt(text: str, stop: str = "end") -> Attempt:
     return Attempt([AttemptTurn(prompt="?", text=text, tokens=[], stop=stop)])
 
 
@@ -52,10 +52,10 @@ def test_tasks_are_not_the_held_out_ones() -> None:
 @pytest.mark.parametrize(
     ("text", "stop", "reward"),
     [
-        ("8 11 28 6 = 6", "stop", 1),
-        ("= 6", "stop", 1),
-        ("= 7", "stop", 0),
-        ("= 6 = 6", "stop", 0),
+        ("8 11 28 6 = 6", "end", 1),
+        ("= 6", "end", 1),
+        ("= 7", "end", 0),
+        ("= 6 = 6", "end", 0),
         ("= 6", "length", 0),
     ],
 )

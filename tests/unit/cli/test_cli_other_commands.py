@@ -103,7 +103,8 @@ def test_show_as_json_has_the_facts_of_an_episode(run: Path, headrace: Headrace)
         "teacher": None,
         "versions": [2, 3],
         "lag": 3,
-        "stop": ["stop"],
+        "stop": ["end"],
+        "stop_string": [None],
         "tokens": 5,
         "turns": 1,
         "seconds": 2.0,
@@ -112,7 +113,7 @@ def test_show_as_json_has_the_facts_of_an_episode(run: Path, headrace: Headrace)
 
 def test_show_prints_prompt_completion_reward_versions_and_lag(run: Path, headrace: Headrace) -> None:
     out = headrace("show", run, "--worst", "-n", "1").out
-    for words in ("1+1=", "three", "reward 0", "advantage -0.500", "5 tokens, stop", "lag 3", "versions 2, 3"):
+    for words in ("1+1=", "three", "reward 0", "advantage -0.500", "5 tokens, end", "lag 3", "versions 2, 3"):
         assert words in out
 
 

@@ -143,7 +143,7 @@ def test_a_stop_token_ends_a_turn_and_is_its_last_token():
     first = free.tokens.tolist().index(stop)
     by_request = drive(make_engine(), [request(0, max_tokens=40, stop_tokens=(stop,))])[0]
     by_model = drive(make_engine(eos_tokens=(stop, 31)), [request(0, max_tokens=40, stop_tokens=(30, 29))])[0]
-    assert by_request.stop == by_model.stop == "stop"
+    assert by_request.stop == by_model.stop == "end"
     assert by_request.tokens.tolist() == free.tokens.tolist()[: first + 1]
     assert by_model.tokens[-1] in (stop, 31, 30, 29)
     assert not set(by_model.tokens[:-1].tolist()) & {stop, 31, 30, 29}
@@ -164,10 +164,26 @@ def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it():
             request(1, max_tokens=60, seed=5, stop_strings=("no such text",)),
         ],
     )
-    assert turns[0].stop == "stop"
+    assert (turns[0].stop, turns[0].stop_string) == ("stop_string", stop)
     assert letters(turns[0].tokens.tolist()) == text[: text.index(stop) + 3]
     assert turns[1].stop == "length"
     assert len(turns[1].tokens) == 60
+
+
+def test_of_several_stop_strings_the_first_in_the_text_is_named_and_an_end_token_comes_before_all():
+    free = drive(make_engine(), [request(0, max_tokens=60)])[0]
+    text = letters(free.tokens.tolist())
+    last, token = text[23], int(free.tokens[23])
+    first = text.index(last)
+    strings = (text[first], text[first - 1 : first + 1])
+    both = drive(make_engine(decode=letters), [request(0, max_tokens=60, stop_strings=strings)])[0]
+    assert (both.stop, both.stop_string) == ("stop_string", strings[1])
+    assert len(both.tokens) == first + 1
+    stops = {"stop_strings": strings, "stop_tokens": (int(free.tokens[first]),)}
+    ended = drive(make_engine(decode=letters), [request(0, max_tokens=60, **stops)])[0]
+    assert (ended.stop, ended.stop_string) == ("end", None)
+    assert ended.tokens.tolist() == free.tokens.tolist()[: free.tokens.tolist().index(int(free.tokens[first])) + 1]
+    assert token == int(free.tokens[23])
 
 
 def test_max_tokens_is_clipped_to_what_fits_the_context():

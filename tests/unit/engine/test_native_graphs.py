@@ -84,7 +84,7 @@ def test_a_stop_token_ends_a_turn_although_another_step_was_begun(fused):
     stop = int(long.tokens[7])
     first = long.tokens.tolist().index(stop)
     turn = drive(make_engine(), [request(0, max_tokens=20, stop_tokens=(stop,))])[0]
-    assert turn.stop == "stop"
+    assert turn.stop == "end"
     assert turn.tokens.tolist() == long.tokens[: first + 1].tolist()
 
 

@@ -12,7 +12,7 @@ from headrace.scoring.rules import ExactMatch, MathVerify, ReasoningGym
 
 
 def said(*texts: str) -> Attempt:
-    return Attempt([AttemptTurn(prompt="", text=text, tokens=[], stop="stop") for text in texts])
+    return Attempt([AttemptTurn(prompt="", text=text, tokens=[], stop="end") for text in texts])
 
 
 def task(answer: str | None) -> Task:

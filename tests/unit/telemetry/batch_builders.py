@@ -14,7 +14,7 @@ def make_turn(seed: int, length: int = 5, **changes: object) -> Turn:
         "logprobs": -random.random(length).astype(np.float32) * 10,
         "versions": np.sort(random.integers(3, 6, length)).astype(np.int32),
         "context": np.array([1, 2, 3], np.int32),
-        "stop": "stop",
+        "stop": "end",
         "seed": 2**62 + seed,
         "engine": "engine-0",
     }

@@ -41,6 +41,17 @@ def test_how_an_episode_was_trained_is_stored_beside_it(tmp_path: Path) -> None:
     assert first.lag == 6 - int(first.episode.version_min or 0)
 
 
+def test_a_text_is_stored_without_the_stop_string_that_ended_its_turn(tmp_path: Path) -> None:
+    task = make_batch().groups[0].task
+    turns = (make_turn(0, stop="stop_string", stop_string="5>"), make_turn(1))
+    group = Group(id="g", sequence=0, task=task, episodes=(Episode(id="e", task=task, turns=turns, reward=1.0),))
+    [stored] = write(tmp_path, Batch(step=1, version=6, groups=(group,), advantages=np.zeros(1, np.float32)))
+    assert stored.text == "<\n<5>"
+    stops = [(turn.stop, turn.stop_string) for turn in stored.episode.turns]
+    assert stops == [("stop_string", "5>"), ("end", None)]
+    assert [len(turn.tokens) for turn in stored.episode.turns] == [5, 5]
+
+
 def test_the_teacher_is_stored_beside_an_episode_where_there_is_one(tmp_path: Path) -> None:
     file = RunFolder(tmp_path).step_file(1)
     file.parent.mkdir()

@@ -34,7 +34,7 @@ def episode(reward: float, length: int) -> Episode:
         tokens=np.zeros(length, np.int32),
         logprobs=np.zeros(length, np.float32),
         versions=np.zeros(length, np.int32),
-        stop="stop",
+        stop="end",
         sampling=Sampling(),
     )
     return Episode(id="e", task=TASK, turns=(turn,), reward=reward)

@@ -45,7 +45,7 @@ def turn(
         logprobs=np.full(len(tokens), -1.0, np.float32) if logprobs is None else logprobs.astype(np.float32),
         versions=np.full(len(tokens), version, np.int32) if isinstance(version, int) else version.astype(np.int32),
         context=context,
-        stop=rest.pop("stop", "stop"),
+        stop=rest.pop("stop", "end"),
         sampling=Sampling(temperature=temperature, top_k=1 if support else 0),
         support=Support.from_rows([np.array(row, np.int32) for row in support]) if support else None,
         **rest,

@@ -30,10 +30,10 @@ from headrace.engine.native.requests import Sequence, check_request, check_score
 from headrace.engine.native.runners import open_runner
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.served import ServedWeights
-from headrace.engine.native.turns import Stop, sequence_to_sample, sequence_to_score, turn_of
+from headrace.engine.native.turns import sequence_to_sample, sequence_to_score, turn_of
 from headrace.errors import ConfigError, EpisodeFailure, HeadraceError, LawBroken, SyncError
 from headrace.models import CausalLM
-from headrace.records import Turn
+from headrace.records import Stop, Turn
 from headrace.sync.base import AdapterSpec
 
 Ended = list[tuple[int, Turn]]

@@ -11,8 +11,9 @@ from headrace.engine.base import SampleRequest
 from headrace.engine.native.plan import Plan, Running
 from headrace.engine.native.requests import Sequence
 from headrace.engine.native.slots import Slots
-from headrace.engine.native.turns import Stop, meets_stop_string
+from headrace.engine.native.turns import stop_string_met
 from headrace.errors import HeadraceError
+from headrace.records import Stop
 
 Decode = Callable[[list[int]], str]
 
@@ -54,13 +55,14 @@ def take_in(step: Step, slots: Slots, decode: Decode | None, engine: str) -> Tak
             step.sequences[place].supports.append(ids)
     rows, tokens = rows[still], sampled.tokens[still]
     slots.append(rows, tokens, sampled.logprobs[still], step.versions[slots.adapter[rows]])
-    stopped = (slots.stop_ids[rows] == tokens[:, None]).any(1)
-    for i in np.flatnonzero(slots.has_stop_strings[rows] & ~stopped).tolist():
-        stopped[i] = _meets_stop_string(int(rows[i]), slots, decode)
+    at_end = (slots.stop_ids[rows] == tokens[:, None]).any(1)
+    at_string = np.zeros_like(at_end)
+    for i in np.flatnonzero(slots.has_stop_strings[rows] & ~at_end).tolist():
+        at_string[i] = _meets_stop_string(int(rows[i]), slots, decode)
     full = slots.sampled[rows] >= slots.limit[rows]
     ended: list[tuple[Sequence, Stop]] = [
-        (slots.sequence(int(rows[i])), "stop" if stopped[i] else "length")
-        for i in np.flatnonzero(stopped | full).tolist()
+        (slots.sequence(int(rows[i])), "end" if at_end[i] else "stop_string" if at_string[i] else "length")
+        for i in np.flatnonzero(at_end | at_string | full).tolist()
     ]
     return TakenIn(len(rows), ended + _take_scores(step, scores, slots, engine))
 
@@ -94,7 +96,8 @@ def _check_numbers(step: Step, broken: list[Sequence], engine: str) -> None:
 
 
 def _meets_stop_string(slot: int, slots: Slots, decode: Decode | None) -> bool:
-    request = slots.sequence(slot).request
-    assert isinstance(request, SampleRequest)
+    sequence = slots.sequence(slot)
+    assert isinstance(sequence.request, SampleRequest)
     assert decode is not None
-    return meets_stop_string(request, slots.tokens[slot, : slots.sampled[slot]], decode)
+    sequence.stop_string = stop_string_met(sequence.request, slots.tokens[slot, : slots.sampled[slot]], decode)
+    return sequence.stop_string is not None

@@ -76,6 +76,8 @@ class Sequence:
     """Of a fork that waits to be admitted."""
     targets: np.ndarray | None = None
     """Of a request to score: the tokens whose log-probs are asked for, the last ones it sees."""
+    stop_string: str | None = None
+    """The one that its text has got to."""
 
     def __post_init__(self) -> None:
         self.prompt = self.adapter, self.context.tobytes()

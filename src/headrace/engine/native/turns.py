@@ -19,19 +19,16 @@ What a turn's columns and lineage mean, here and wherever a log-prob is recomput
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
 
 import numpy as np
 
 from headrace.engine.base import SampleRequest, ScoreRequest
 from headrace.engine.native.forks import Fork
 from headrace.engine.native.requests import Sequence
-from headrace.records import KvEvent, Sampling, Support, Turn
+from headrace.records import KvEvent, Sampling, Stop, Support, Turn
 
 # A stop string may begin in the middle of a token, and special tokens decode to nothing.
 EXTRA_TAIL_TOKENS = 8
-
-Stop = Literal["stop", "length", "cancelled"]
 
 
 def sequence_to_sample(
@@ -90,11 +87,12 @@ def _take_up(sequence: Sequence, begun: Turn) -> None:
         sequence.lost = KvEvent(position=position, version=-1, before="recomputed", cause="resume")
 
 
-def meets_stop_string(request: SampleRequest, tokens: np.ndarray, decode: Callable[[list[int]], str]) -> bool:
-    """Whether one of the request's stop strings is in the end of the text of what was sampled."""
+def stop_string_met(request: SampleRequest, tokens: np.ndarray, decode: Callable[[list[int]], str]) -> str | None:
+    """Which of the request's stop strings is in the end of the text of what was sampled; of several the first."""
     tail = max(len(string.encode()) for string in request.stop_strings) + EXTRA_TAIL_TOKENS
     text = decode(tokens[-tail:].tolist())
-    return any(string in text for string in request.stop_strings)
+    found = [(text.index(string), string) for string in request.stop_strings if string in text]
+    return min(found, key=lambda one: one[0])[1] if found else None
 
 
 def turn_of(sequence: Sequence, stop: Stop, engine: str) -> Turn:
@@ -123,4 +121,5 @@ def turn_of(sequence: Sequence, stop: Stop, engine: str) -> Turn:
         adapter=request.adapter,
         engine=engine,
         seed=seed,
+        stop_string=sequence.stop_string if stop == "stop_string" else None,
     )
