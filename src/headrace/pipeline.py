@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -35,11 +35,11 @@ from headrace.config.run import RunConfig
 from headrace.engine.base import Engine, Sampler
 from headrace.engine.pool import EnginePool
 from headrace.errors import DeadlineExceeded, GaveUp, HeadraceError, InputError
-from headrace.evaluation import Evaluation, evaluate
+from headrace.evaluation import Evaluation, evaluate, evaluation_line, is_best
 from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
 from headrace.publication import Publication, PublicationParts
-from headrace.records import Batch, Group, Sampling, Task, WeightVersion
+from headrace.records import Batch, Group, Task, WeightVersion
 from headrace.rollout.base import Rollouts
 from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
@@ -112,7 +112,8 @@ class Parts:
     """Tokens that the trainer's model knows. None: nobody has said."""
     evaluator: Engine | None = None
     """Serves the version under evaluation, and nothing else."""
-    eval_tasks: Sequence[Task] = ()
+    eval_tasks: Mapping[str, Sequence[Task]] = field(default_factory=dict)
+    """By the name of their set, as `EvaluationConfig.by_name` has them."""
     deaths: Sequence[Awaitable[Exception]] = ()
     """Each done, with the error, when a component has died that nothing replaces."""
     replace: Callable[[Engine], Awaitable[None]] | None = None
@@ -134,7 +135,7 @@ class Progress:
     teacher: int | None = None
     """In self-distillation: the version that the policy learned from last."""
     best: float | None = None
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Pipeline:
@@ -403,32 +404,37 @@ class Pipeline:
 
     async def _evaluate(self, version: WeightVersion, candidate: str, published: asyncio.Task[None]) -> None:
         await asyncio.shield(published)
-        parts, settings = self.parts, self.config.evaluation
+        parts = self.parts
         assert parts.evaluator is not None
-        result = await evaluate(
-            parts.eval_tasks,
-            rollouts=parts.rollouts,
-            scorers=parts.scorers,
-            engine=EnginePool([parts.evaluator], adapter=self.config.adapter, revive_s=self.config.revive_s),
-            samples=settings.samples,
-            concurrency=3 * self.config.engine.max_running // 2,
-            sampling=Sampling(
-                temperature=settings.sampling.temperature,
-                top_k=settings.sampling.top_k,
-                top_p=settings.sampling.top_p,
-                min_p=settings.sampling.min_p,
-            ),
-            seed=self.config.seed,
-        )
-        await self._judge(version, candidate, result)
+        engine = EnginePool([parts.evaluator], adapter=self.config.adapter, revive_s=self.config.revive_s)
+        found: dict[str, Evaluation] = {}
+        for name, settings in self.config.evaluation.by_name.items():
+            found[name] = await evaluate(
+                parts.eval_tasks[name],
+                settings,
+                rollouts=parts.rollouts,
+                scorers=parts.scorers,
+                engine=engine,
+                seed=self.config.seed,
+                concurrency=3 * self.config.engine.max_running // 2,
+                name=name,
+            )
+        await self._judge(version, candidate, found)
 
-    async def _judge(self, version: WeightVersion, candidate: str, result: Evaluation) -> None:
-        best = self.progress.best is None or result.pass_1 > self.progress.best
+    async def _judge(self, version: WeightVersion, candidate: str, found: dict[str, Evaluation]) -> None:
+        """The first set chooses the best; what few completions of it count for chooses nothing."""
+        before = self.progress.evaluations
+        lines = {name: evaluation_line(name, result, before) for name, result in found.items()}
+        first, *others = lines
+        result = found[first]
+        best = result.valid and result.pass_1 is not None and is_best(result.pass_1, first, before)
         if best:
             self.progress.best = result.pass_1
         await self.parts.vault.choose(candidate, best)
-        line = {"step": version.step, "version": version.number, **result.as_dict()}
-        self.progress.evaluations.append(line)
+        line = {"step": version.step, "version": version.number, "set": first, **lines[first]}
+        if others:
+            line["sets"] = {name: lines[name] for name in others}
+        before.append(line)
         self.parts.telemetry.event("evaluated", **line, best=best)
 
     # ── report: finished steps → metrics ─────────────────────────────────────────────────────────────────

@@ -26,8 +26,8 @@ class Published:
     checksums: dict[int, int] = field(default_factory=dict)
     kept: set[int] = field(default_factory=set)
     """Versions whose weights were kept for the audit."""
-    evaluations: list[tuple[int, float]] = field(default_factory=list)
-    """Step and pass rate of each."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """What each said, as summaries have it."""
 
 
 def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Published:
@@ -136,7 +136,10 @@ class _Reader:
     def see_evaluated(self, event: dict[str, Any]) -> None:
         if event["version"] not in self._tree.versions and not self._crashed(self._session):
             self._findings.add(LEDGER, f"version {event['version']}", "evaluated, and not in the ledger")
-        self.published.evaluations.append((event["step"], event["pass_1"]))
+        if (event["pass_1"] is None or not event.get("valid", True)) and event["best"]:
+            where = f"version {event['version']}"
+            self._findings.add(RECORDS, where, "an evaluation that is not valid chose it as the best")
+        self.published.evaluations.append({k: v for k, v in event.items() if k not in ("kind", "time", "best")})
 
     def see_checkpoint(self, event: dict[str, Any]) -> None:
         number, step = event["version"], event["step"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from typing import Any
 
 from headrace.audit.events import Published, check_digests
@@ -12,6 +13,8 @@ from headrace.audit.versions import Tree
 from headrace.config.changes import forbidden_changes
 from headrace.config.load import read_config
 from headrace.errors import InputError
+from headrace.telemetry.evaluations import summary_of
+from headrace.telemetry.metrics import SUMMARISED_STEPS, users_summary
 
 
 def check_summary(evidence: Evidence, tree: Tree, published: Published, findings: Findings) -> None:
@@ -23,7 +26,8 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
     try:
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
         said = {name: summary[name] for name in _COMPARED}
-        evaluations = [(line["step"], line["pass_1"]) for line in summary["evaluations"]]
+        evaluations = list(summary["evaluations"])
+        counted = summary_of(evaluations)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if evidence.crashed:
             findings.unchecked["summary.json"] = "the last session did not end in order"
@@ -38,8 +42,14 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
     for name, has in _measured(evidence, tree).items():
         if said[name] != has:
             findings.add(RECORDS, "summary.json", f"it has {name} {said[name]}, the ledger {has}")
-    if not set(published.evaluations).issuperset(evaluations):
+    if any(line not in published.evaluations for line in evaluations):
         findings.add(RECORDS, "summary.json", "it has evaluations that the events do not have")
+    for name, has in counted.items():
+        # Runs from before the metric was named do not say it.
+        if summary.get(name, has) != has:
+            findings.add(RECORDS, "summary.json", f"it has {name} {summary[name]}, its evaluations {has}")
+    if "user" in summary and evidence.metrics is not None:
+        _check_users(summary["user"], users_summary(list(deque(evidence.metrics(), SUMMARISED_STEPS))), findings)
     for name, what in check_digests(evidence, summary):
         findings.add(CORRUPTION, name, what)
 
@@ -60,6 +70,13 @@ def _measured(evidence: Evidence, tree: Tree) -> dict[str, Any]:
         "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
         "finished": tree.step_of_newest >= evidence.config.training.steps,
     }
+
+
+def _check_users(said: dict[str, Any], has: dict[str, float], findings: Findings) -> None:
+    if said != has:
+        findings.add(
+            RECORDS, "summary.json", f"it has users' metrics {str(said)[:80]}, metrics.jsonl {str(has)[:80]}"
+        )
 
 
 def _check_config(evidence: Evidence, findings: Findings) -> None:

@@ -13,6 +13,7 @@ from headrace.cli.output import console, facts_of, ledger_line, only_json, print
 from headrace.config.load import load_config
 from headrace.errors import RunFolderError
 from headrace.orchestration.folder import prepare
+from headrace.telemetry.evaluations import shown
 from headrace.telemetry.folder import RunFolder
 
 
@@ -49,13 +50,14 @@ def command(
 def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     facts = [
         ("steps", _steps(summary)),
-        ("accuracy", f"{accuracy(summary.get('eval_before'))} → {accuracy(summary.get('eval_after'))}"),
+        _evaluation(summary),
         ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
         ("episodes", ledger_line(summary.get("ledger") or {})),
         ("report", str(run.report)),
         ("next", f"{myself()} audit {run.path}"),
         ("", f"{myself()} show {run.path} --best"),
     ]
+    facts += [("warning", text) for text in summary.get("warnings", [])]
     ended = "Finished" if summary.get("finished", True) else "Stopped early (--resume goes on)"
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
 
@@ -74,8 +76,6 @@ def myself() -> str:
     return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
-def accuracy(value: Any) -> str:
-    """An evaluation as a percentage: a number, or a record with `pass_1`; a dash where there was none."""
-    if isinstance(value, dict):
-        value = value.get("pass_1")
-    return f"{value:.1%}" if isinstance(value, int | float) else "–"
+def _evaluation(summary: dict[str, Any]) -> tuple[str, str]:
+    metric = summary.get("eval_metric") or "accuracy"
+    return metric, " → ".join(shown(summary.get(key), metric) for key in ("eval_before", "eval_after"))

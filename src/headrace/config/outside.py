@@ -59,6 +59,8 @@ def _check_code(config: RunConfig) -> None:
     _check_tasks(config.tasks, "tasks")
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")
+    for name, given in config.evaluation.sets.items():
+        _check_tasks(given.tasks, f"evaluation.sets.{name}.tasks")
     _check_callable(config.environment.source, "environment.source")
     _check_callable(config.scorer.source, "scorer.source")
 

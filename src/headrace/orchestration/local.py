@@ -53,7 +53,9 @@ from headrace.rollout.worker import WorkerRollouts
 from headrace.scoring.worker import WorkerScorers
 from headrace.sync import open_channel
 from headrace.sync.schedule import Publisher
+from headrace.telemetry.evaluations import summary_of, warnings_of
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.metrics import users_summary
 from headrace.telemetry.progress import RunProgress
 from headrace.telemetry.report import write_report_apart
 from headrace.telemetry.writer import FolderTelemetry
@@ -201,9 +203,9 @@ class _Run:
 
     async def _assemble(self, closing: AsyncExitStack) -> Pipeline:
         config = self._config
-        evaluates = config.evaluation.tasks is not None
+        sets = config.evaluation.by_name
         names = [f"engine-{i}" for i in range(config.engine.count)]
-        engine_names = [*names, *(["engine-eval"] if evaluates else [])]
+        engine_names = [*names, *(["engine-eval"] if sets else [])]
         (environments, scorers), trainer, engines = await asyncio.gather(
             asyncio.gather(self._pool("environment", closing), self._pool("scorer", closing)),
             self._trainer(closing),
@@ -211,9 +213,7 @@ class _Run:
         )
         rollouts = WorkerRollouts(environments, config.environment)
         tasks = await rollouts.tasks(config.tasks)
-        eval_tasks: Sequence[Any] = ()
-        if config.evaluation.tasks is not None:
-            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
+        eval_tasks = {name: await rollouts.tasks(one.tasks, one.limit) for name, one in sets.items()}
         vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
         ledger = Ledger(self._place.ledger)
         closing.callback(ledger.close)
@@ -240,7 +240,7 @@ class _Run:
             vault=vault,
             tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
             vocabulary=trainer.vocabulary,
-            evaluator=engines[-1] if evaluates else None,
+            evaluator=engines[-1] if sets else None,
             eval_tasks=eval_tasks,
             deaths=[trainer.peer.died, environments.failed, scorers.failed],
             replace=self._replace_engine,
@@ -424,13 +424,14 @@ class _Run:
             "steps": pipeline.progress.step,
             "first_step": self._first_step,
             "seconds": seconds,
-            "eval_before": next((line["pass_1"] for line in evaluations if line["step"] == 0), None),
-            "eval_after": next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None),
+            **summary_of(evaluations),
+            "warnings": warnings_of(evaluations),
             "staleness_max": lag[0][0],
             "finished": not pipeline.stopped_early,
             "ledger": sums,
             "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
             "evaluations": evaluations,
+            "user": users_summary(self._place.read_metrics()),
             "digests": self._place.digests(),
         }
         write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")

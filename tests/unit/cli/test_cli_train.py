@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,3 +162,14 @@ def test_an_unforeseen_error_exits_with_1_and_says_how_to_see_more(
     answer = headrace("train", project)
     assert answer.code == 1
     assert "error: unexpected ZeroDivisionError: division by zero\n  HEADRACE_DEBUG=1 shows where\n" in answer.err
+
+
+def test_rewards_are_shown_as_numbers_and_warnings_stand_in_the_summary(
+    project: Path, headrace: Headrace, fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"eval_before": -4.333, "eval_after": None, "eval_metric": "reward", "warnings": ["30 of 60 failed"]}
+    monkeypatch.setitem(globals(), "SUMMARY", {**SUMMARY, **more})
+    out = headrace("train", project).out
+    assert re.search(r"reward +-4\.333 → –", out)
+    assert re.search(r"warning +30 of 60 failed", out)
+    assert "accuracy" not in out
