@@ -39,7 +39,7 @@ from headrace.evaluation import Evaluation, evaluate, evaluation_line, is_best
 from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
 from headrace.publication import Publication, PublicationParts
-from headrace.records import Batch, Group, Task, WeightVersion
+from headrace.records import Batch, Episode, Group, Task, WeightVersion
 from headrace.rollout.base import Rollouts
 from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
@@ -47,6 +47,8 @@ from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.alarms import RULES, Alarms
 from headrace.telemetry.base import Telemetry
+from headrace.telemetry.failures import FailureWatch
+from headrace.telemetry.metrics import users_keys
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
@@ -149,6 +151,8 @@ class Pipeline:
         self._gave_up: GaveUp | None = None
         taught = config.training.learns_from_rewards
         self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
+        window = config.training.groups_per_batch * config.training.group_size
+        self._failures = FailureWatch(min(max(window, 128), 1024))
         self.publication = Publication(
             config.sync,
             PublicationParts(
@@ -164,7 +168,7 @@ class Pipeline:
         self._turns = None if config.placement == "side_by_side" else self._take_turns()
         self._publishing: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
-        self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
+        self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float | None]] | None] = asyncio.Queue()
         self._begun = 0.0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups = Groups(
@@ -180,6 +184,7 @@ class Pipeline:
             ),
             newest=lambda: progress.version,
             give_up=self._give_up,
+            on_ended=self._watch_failures,
         )
         parts.buffer.on_late = self._groups.cut
 
@@ -267,7 +272,7 @@ class Pipeline:
             self._notice_teacher(report)
             self.parts.journal.check()
             self.parts.telemetry.batch(batch, produced.number, report.teacher)
-            self._steps_done.put_nowait((report, self._at_step_end()))
+            self._steps_done.put_nowait((report, {**self._at_step_end(), **_users_metrics(batch)}))
             await self._after_step(produced)
 
     async def _trained(self, batch: Batch) -> StepReport:
@@ -471,10 +476,16 @@ class Pipeline:
             healthy = {"metric": rule.metric, "value": value, "low": rule.low, "high": rule.high}
             self.parts.telemetry.event("alarm", step=line["step"], on=on, **healthy, advice=rule.advice)
 
-    def _at_step_end(self) -> dict[str, float]:
+    def _watch_failures(self, episode: Episode) -> None:
+        """Tell at once when many fail: a step may be far away."""
+        for kind, fields in self._failures.ended(episode.failure, episode.detail):
+            self.parts.telemetry.event(kind, step=self.progress.step, **fields)
+
+    def _at_step_end(self) -> dict[str, float | None]:
         return {
             "time_s": asyncio.get_running_loop().time() - self._begun,
             "dropped": sum(self.parts.journal.dropped.values()),
+            "failed_frac": self._failures.take_frac(),
             "sync_s": self.publication.last.seconds,
             "swap_pause_s": self.publication.last.pause_s,
             "buffer_groups": self.parts.buffer.ready,
@@ -559,6 +570,10 @@ class Pipeline:
     async def _settled(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
             await task
+
+
+def _users_metrics(batch: Batch) -> dict[str, float]:
+    return users_keys(episode.metrics for episode in batch.episodes)
 
 
 def _share(part: float, whole: float) -> float:

@@ -54,6 +54,7 @@ from headrace.scoring.worker import WorkerScorers
 from headrace.sync import open_channel
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.evaluations import summary_of, warnings_of
+from headrace.telemetry.failures import training_warning
 from headrace.telemetry.folder import RunFolder
 from headrace.telemetry.metrics import users_summary
 from headrace.telemetry.progress import RunProgress
@@ -419,13 +420,14 @@ class _Run:
         lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
         ledger.close()
         evaluations = pipeline.progress.evaluations
+        failing = training_warning(sums)
         summary = {
             "session": session,
             "steps": pipeline.progress.step,
             "first_step": self._first_step,
             "seconds": seconds,
             **summary_of(evaluations),
-            "warnings": warnings_of(evaluations),
+            "warnings": [*warnings_of(evaluations), *([failing] if failing else [])],
             "staleness_max": lag[0][0],
             "finished": not pipeline.stopped_early,
             "ledger": sums,

@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from headrace.telemetry.evaluations import best_of_text, metric_of, result, sets_of, shown, warning
+from headrace.telemetry.failures import TOLD_FROM, told
 
 PLAIN_EVERY_S = 5.0
 
@@ -38,6 +39,9 @@ class RunProgress:
         self._first: int | None = None
         self._evaluated: tuple[str, str] | None = None
         """What the last evaluation counts, and its number."""
+        self._failing = ""
+        """How many training episodes fail, when that is worth telling."""
+        self._line: dict[str, Any] = {}
         self._printed_at = float("-inf")
         self._printed_tenth = -1
         self._live: Live | None = None
@@ -65,13 +69,16 @@ class RunProgress:
             self._bar.update(
                 self._task, completed=done, left=f"{duration(left)} left" if done < self.steps else "done"
             )
-            self._live.update(self._view(line))
+            self._show(line)
         elif self._due(done):
             print(self._sentence(done, line, left), file=self._stream, flush=True)
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "alarm":
             self._alarm(fields)
+        if kind == "failing":
+            self._failing = told(fields, 60) if fields["share"] >= TOLD_FROM else ""
+            self._show(self._line)
         if kind == "evaluated" and "pass_1" in fields:
             self._evaluation(fields)
 
@@ -99,11 +106,29 @@ class RunProgress:
             print(f"[{self.name}] {text}", file=self._stream, flush=True)
 
     def _alarm(self, fields: dict[str, Any]) -> None:
+        if fields["metric"] == "failed_frac":
+            self._failure_alarm(fields)
+            return
         text = f"step {fields['step']}: {fields['metric']} is {fields['value']:.3g}, "
         healthy = f"healthy is {fields['low']:g} to {fields['high']:g}"
         advice = fields["advice"][:1].upper() + fields["advice"][1:]
         text += f"{healthy}. {advice}." if fields["on"] else f"healthy again ({healthy})."
         self._say(text, "yellow" if fields["on"] else "green")
+
+    def _failure_alarm(self, fields: dict[str, Any]) -> None:
+        where = f"step {fields['step']}: training episodes"
+        if not fields["on"]:
+            self._say(
+                f"{where} succeed again: {fields['share']:.0%} of the last {fields['episodes']:,} failed.", "green"
+            )
+            return
+        advice = fields["advice"][:1].upper() + fields["advice"][1:]
+        self._say(f"{where} fail: {told(fields)}. {advice}.", "yellow")
+
+    def _show(self, line: dict[str, Any]) -> None:
+        self._line = line
+        if self._live is not None:
+            self._live.update(self._view(line))
 
     def close(self) -> None:
         if self._live is not None:
@@ -153,6 +178,8 @@ class RunProgress:
             ("staleness", f"{show('staleness_mean', '.1f')} (max {show('staleness_max', '.0f')})"),
             ("idle", f"{show('engine_idle_frac', '.0%')} gen, {show('trainer_idle_frac', '.0%')} train"),
         ]
+        if self._failing:
+            facts.append(("failed", self._failing))
         if self._evaluated is not None:
             facts.insert(1, self._evaluated)
         return facts
