@@ -29,9 +29,10 @@ def check_outside(config: RunConfig) -> None:
 
 
 def check_models(config: RunConfig) -> None:
-    """The same of the model folders alone: no user's code is imported."""
+    """The same of the model folders and extras alone: no user's code is imported."""
     with _told():
         _check_models(config)
+    _check_trackers(config)
 
 
 @contextmanager
@@ -53,6 +54,15 @@ def _check_models(config: RunConfig) -> None:
     if config.training.lora is not None:
         _check_lora(config.training.lora, model)
     _check_other_models(config)
+
+
+def _check_trackers(config: RunConfig) -> None:
+    if config.recording.wandb is None:
+        return
+    found = importlib.util.find_spec("wandb")
+    # A folder of that name, as offline runs leave, looks like a package without an origin.
+    if found is None or found.origin is None:
+        raise MissingExtra("wandb", "wandb")
 
 
 def _check_code(config: RunConfig) -> None:

@@ -277,7 +277,13 @@ class _Run:
         config = self._config
         watcher = RunProgress(self._place.path.name, config.training.steps) if self._progress else None
         tokenizer = Tokenizer(self._model)
-        telemetry = FolderTelemetry(self._place, config.recording, decode=tokenizer.decode, watcher=watcher)
+        telemetry = FolderTelemetry(
+            self._place,
+            config.recording,
+            decode=tokenizer.decode,
+            watcher=watcher,
+            settings=msgspec.to_builtins(config),
+        )
         progress = start.progress
         telemetry.event("started", session=start.session, step=progress.step, version=progress.version)
         return telemetry

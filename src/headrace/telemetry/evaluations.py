@@ -67,6 +67,22 @@ def sets_of(line: Line) -> dict[str, Line]:
     return {str(line.get("set", "held_out")): line, **others}
 
 
+def scalars_of(line: Line) -> dict[str, float]:
+    """Its numbers by names for charts: evaluation/…, of other sets evaluation/SET/…, with users' metrics as
+    …/user/NAME and pass@k as …/pass_at/K."""
+    found: dict[str, float] = {}
+    for place, (name, one) in enumerate(sets_of(line).items()):
+        prefix = f"evaluation/{name}" if place else "evaluation"
+        nested = {
+            key: value for key, value in one.items() if key in ("user", "pass_at") and isinstance(value, Mapping)
+        }
+        flat = {f"{key}/{inner}": number for key, table in nested.items() for inner, number in table.items()}
+        for key, value in {**one, **flat}.items():
+            if type(value) in (int, float):
+                found[f"{prefix}/{key}"] = value
+    return found
+
+
 def summary_of(evaluations: Sequence[Line]) -> dict[str, Any]:
     """What summary.json says of all of them: the first before training, the last after it, and what they count.
 

@@ -26,6 +26,7 @@ OWN = (
     "versions",
     "weights",
     "tensorboard",
+    "wandb",
     "logs",
     "report.png",
     "summary.json",
