@@ -11,6 +11,7 @@ from headrace.audit.evidence import Evidence
 from headrace.audit.findings import CORRUPTION, LEDGER, PROVENANCE, RECORDS, SWAP, Findings, some
 from headrace.audit.versions import Tree
 from headrace.ledger import DROPPED, IN_FLIGHT, LOST_IN_CRASH
+from headrace.telemetry.evaluations import contradiction, sets_of
 from headrace.telemetry.folder import file_digest
 
 _LONGEST_START_S = 3600.0
@@ -42,7 +43,7 @@ def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Publishe
         if look is not None:
             try:
                 look(event)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 findings.add(RECORDS, "events.jsonl", f"an event {kind!r} lacks what such have: {error}")
         findings.checked["events"] += 1
     reader.finish()
@@ -139,6 +140,10 @@ class _Reader:
         if (event["pass_1"] is None or not event.get("valid", True)) and event["best"]:
             where = f"version {event['version']}"
             self._findings.add(RECORDS, where, "an evaluation that is not valid chose it as the best")
+        for name, line in sets_of(event).items():
+            if what := contradiction(line):
+                where = f"the evaluation of {name} at step {event['step']}"
+                self._findings.add(RECORDS, where, what)
         self.published.evaluations.append({k: v for k, v in event.items() if k not in ("kind", "time", "best")})
 
     def see_checkpoint(self, event: dict[str, Any]) -> None:

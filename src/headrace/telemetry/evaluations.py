@@ -33,16 +33,21 @@ def shown(value: Any, metric: str) -> str:
 def result(line: Line) -> str:
     """Metric, value and interval: accuracy 12.5% (95%: 9.9% to 15.5%)."""
     metric = metric_of(line)
-    text = f"{metric} {shown(line.get('pass_1'), metric)}"
+    text, interval = f"{metric} {shown(line.get('pass_1'), metric)}", interval_text(line, metric)
+    return f"{text} ({interval})" if interval else text
+
+
+def interval_text(line: Line, metric: str) -> str:
+    """95%: 9.9% to 15.5%, or nothing where there is no interval."""
     low, high = line.get("low95"), line.get("high95")
-    if isinstance(low, int | float) and isinstance(high, int | float):
-        text += f" (95%: {shown(low, metric)} to {shown(high, metric)})"
-    return text
+    if not isinstance(low, int | float) or not isinstance(high, int | float):
+        return ""
+    return f"95%: {shown(low, metric)} to {shown(high, metric)}"
 
 
-def best_of_text(line: Line) -> str:
+def best_of_text(line: Line, metric: str) -> str:
     """With several completions a task: pass@4 40.0%, or best of 4 1.250. Otherwise nothing."""
-    samples, metric = line.get("samples"), metric_of(line)
+    samples = line.get("samples")
     if not isinstance(samples, int) or samples < 2:
         return ""
     name = f"pass@{samples}" if metric == "accuracy" else f"best of {samples}"
@@ -93,8 +98,8 @@ def summary_of(evaluations: Sequence[Line]) -> dict[str, Any]:
     both = [line for line in (before, after) if line is not None]
     rewards = any(metric_of(line) == "reward" for line in both)
     return {
-        "eval_before": _valid_number(before),
-        "eval_after": _valid_number(after),
+        "eval_before": valid_number(before),
+        "eval_after": valid_number(after),
         "eval_metric": None if not both else "reward" if rewards else "accuracy",
     }
 
@@ -111,5 +116,24 @@ def warnings_of(evaluations: Sequence[Line]) -> list[str]:
     ]
 
 
-def _valid_number(line: Line | None) -> float | None:
+def valid_number(line: Line | None) -> float | None:
+    """Its mean, where the evaluation is valid."""
     return line.get("pass_1") if line is not None and line.get("valid", True) else None
+
+
+def contradiction(line: Line) -> str | None:
+    """What within one evaluation cannot be; None where all fits, and of runs from before it said so much."""
+    if "valid" not in line:
+        return None
+    of, value, low, high = line["tasks"] * line["samples"], line["pass_1"], line["low95"], line["high95"]
+    if sum(line["failures"].values()) != line["failed"] + line["policy_failed"]:
+        return "its failures by reason are not as many as those that stand apart and those that count"
+    if of < 1 or not 0 <= line["failed"] <= of or abs(line["failed_frac"] - line["failed"] / of) > 1e-9:
+        return f"{line['failed']} failed of {of}, and its share of failures is {line['failed_frac']}"
+    if line["pass_at"].get("1") != value or line["pass_at"].get(str(line["samples"])) != line["pass_k"]:
+        return "its means of one completion and of the best are others than those it has by k"
+    if value is None or (line["metric"] == "accuracy" and not 0 <= value <= 1):
+        return None if value is None and line["failed"] == of and not line["valid"] else f"its mean is {value}"
+    if low is not None and not low - 1e-9 <= value <= high + 1e-9:
+        return f"its mean {value} is outside of its interval, {low} to {high}"
+    return None

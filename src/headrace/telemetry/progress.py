@@ -91,7 +91,7 @@ class RunProgress:
         for name, line in sets_of(fields).items():
             where = f" of {name}" if fields.get("sets") else ""
             text = f"evaluation{where} at step {fields.get('step', '?')}: {result(line)}"
-            if best := best_of_text(line):
+            if best := best_of_text(line, metric_of(line)):
                 text += f", {best}"
             caution = warning(line)
             if self._live is None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.telemetry.evaluations import metric_of, shown, summary_of, warnings_of
+import pytest
+
+from headrace.telemetry.evaluations import contradiction, metric_of, scalars_of, shown, summary_of, warnings_of
 
 
 def line(step: int, value: float | None, **fields: Any) -> dict[str, Any]:
@@ -41,3 +43,37 @@ def test_runs_from_before_it_was_named_have_accuracies_where_these_can_be() -> N
 
 def test_a_reward_is_a_number_and_an_accuracy_a_percentage() -> None:
     assert [shown(0.125, "accuracy"), shown(-4.333, "reward"), shown(None, "reward")] == ["12.5%", "-4.333", "–"]
+
+
+WHOLE = line(
+    5, 0.5, pass_k=0.75, samples=2, pass_at={"1": 0.5, "2": 0.75}, low95=0.3, high95=0.7, failed=1,
+    failed_frac=0.125, policy_failed=1, failures={"scorer_error": 1, "gave_up": 1},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ({}, None),
+        ({"failed": 2}, "failures by reason"),
+        ({"failures": {"scorer_error": 2}, "failed_frac": 0.2}, "share of failures"),
+        ({"pass_1": 0.6}, "by k"),
+        ({"pass_k": 0.9}, "by k"),
+        ({"pass_1": 1.5, "pass_at": {"1": 1.5, "2": 0.75}}, "its mean is 1.5"),
+        ({"pass_1": 0.8, "pass_at": {"1": 0.8, "2": 0.75}}, "outside of its interval"),
+        ({"pass_1": None, "pass_at": {"1": None, "2": 0.75}}, "its mean is None"),
+    ],
+)
+def test_what_within_an_evaluation_cannot_be_is_found(change: dict[str, Any], what: str | None) -> None:
+    found = contradiction({**WHOLE, **change})
+    assert (found is None) if what is None else (what in str(found))
+
+
+def test_charts_get_every_number_of_every_set() -> None:
+    found = scalars_of(
+        {**line(5, 0.5, user={"right": 0.25}, valid=True), "sets": {"hard": {"pass_at": {"4": 0.75}}}}
+    )
+    assert found["evaluation/pass_1"] == 0.5
+    assert found["evaluation/user/right"] == 0.25
+    assert found["evaluation/hard/pass_at/4"] == 0.75
+    assert "evaluation/valid" not in found
