@@ -97,11 +97,11 @@ class FailureWatch:
             self._told, self._since_told = None, 0
             return [("failing", now)]
         else:
-            moved = abs(share - self._told[0]) >= CHANGE or now["reason"] != self._told[1]
+            moved = abs(share - self._told[0]) >= CHANGE or now["commonest"] != self._told[1]
             due = moved and self._since_told >= self._window
         if not due:
             return []
-        self._told, self._since_told = (share, now["reason"]), 0
+        self._told, self._since_told = (share, now["commonest"]), 0
         return [("failing", now)]
 
     def _alarm_events(self) -> list[Event]:
@@ -111,7 +111,7 @@ class FailureWatch:
         self._alarm = not self._alarm
         now = self._commonest()
         fields = {"metric": "failed_frac", "value": share, "low": 0.0, "high": HEALTHY, "on": self._alarm}
-        return [("alarm", {**fields, **now, "advice": advice(now["reason"])})]
+        return [("alarm", {**fields, **now, "advice": advice(now["commonest"])})]
 
     def _commonest(self) -> dict[str, Any]:
         """The share of failures and the commonest reason, with an example."""
@@ -120,20 +120,20 @@ class FailureWatch:
         return {
             "share": self._share,
             "episodes": of,
-            "reason": reason,
-            "reason_share": count / of,
-            "detail": self._details.get(reason, ""),
+            "commonest": reason,
+            "commonest_share": count / of,
+            "example": self._details.get(reason, ""),
         }
 
 
 def told(fields: Mapping[str, Any], limit: int = MAX_DETAIL) -> str:
     """90% of the last 160 episodes, scorer_error 88%: KeyError: 'answer'."""
     text = f"{fields['share']:.0%} of the last {fields['episodes']:,} episodes"
-    if not fields["reason"]:
+    if not fields["commonest"]:
         return text
-    text += f", {fields['reason']}"
-    text += "" if fields["reason_share"] == fields["share"] else f" {fields['reason_share']:.0%}"
-    return f"{text}: {clip(fields['detail'], limit)}" if fields["detail"] else text
+    text += f", {fields['commonest']}"
+    text += "" if fields["commonest_share"] == fields["share"] else f" {fields['commonest_share']:.0%}"
+    return f"{text}: {clip(fields['example'], limit)}" if fields["example"] else text
 
 
 def advice(reason: str) -> str:

@@ -48,13 +48,13 @@ def test_failures_are_in_the_metrics_and_an_alarm_comes_before_the_first_step() 
     outcome, lines = run(Costs(scorer_failure=0.5))
     assert violations(outcome) == []
     [first, *_] = [event for event in outcome.world.events if event["kind"] == "alarm"]
-    assert (first["step"], first["metric"], first["reason"], first["on"]) == (
+    assert (first["step"], first["metric"], first["commonest"], first["on"]) == (
         0,
         "failed_frac",
         "scorer_error",
         True,
     )
-    assert first["detail"] == "simulated"
+    assert first["example"] == "simulated"
     shares = [line["failed_frac"] for line in lines if line["failed_frac"] is not None]
     assert 0.15 < sum(shares) / len(shares) < 0.6
     _, healthy = run(Costs())

@@ -28,7 +28,7 @@ def test_a_run_that_fails_from_the_beginning_is_told_of_after_a_few_episodes() -
     assert [(number, kind) for number, kind, _ in told] == [(16, "failing"), (16, "alarm")]
     assert told[1][2] == {
         "metric": "failed_frac", "value": 1.0, "low": 0.0, "high": 0.1, "on": True, "share": 1.0, "episodes": 16,
-        "reason": "scorer_error", "reason_share": 1.0, "detail": "KeyError: 'answer'",
+        "commonest": "scorer_error", "commonest_share": 1.0, "example": "KeyError: 'answer'",
         "advice": "mend the code of scorer.source; events.jsonl has each episode's error",
     }  # fmt: skip
 
@@ -57,7 +57,7 @@ def test_the_commonest_reason_is_the_one_that_is_named() -> None:
     watch = FailureWatch(20)
     run(watch, *[("environment_timeout", "no result within 5 s")] * 12, *[ERROR] * 8)
     [(_, _, fields)] = [one for one in run(watch, *[ERROR] * 30) if one[1] == "failing"]
-    assert (fields["reason"], fields["detail"]) == ERROR
+    assert (fields["commonest"], fields["example"]) == ERROR
 
 
 def test_the_share_of_a_step_is_of_the_episodes_that_ended_since_the_one_before() -> None:
