@@ -46,9 +46,12 @@ class Groups:
         parts: GroupsParts,
         newest: Callable[[], int],
         give_up: Callable[[GaveUp], None],
+        on_ended: Callable[[Episode], None] = lambda episode: None,
     ):
-        """`newest`: the highest version that a token can have by now. `give_up` is told when nothing succeeds."""
+        """`newest`: the highest version that a token can have by now. `give_up` is told when nothing succeeds,
+        `on_ended` of each episode, scored or failed."""
         self._config, self._parts, self._newest, self._give_up = config, parts, newest, give_up
+        self._on_ended = on_ended
         self._running: dict[int, _Running] = {}
         """By the ticket's sequence."""
         self._failures_in_row = 0
@@ -141,6 +144,7 @@ class Groups:
                 episode = await self._score(group, episode)
         if episode.failure is not None:
             group.drop(parts.journal, name, episode.failure)
+        self._on_ended(episode)
         return episode
 
     async def _score(self, group: _Running, episode: Episode) -> Episode:

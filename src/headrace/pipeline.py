@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -35,11 +35,11 @@ from headrace.config.run import RunConfig
 from headrace.engine.base import Engine, Sampler
 from headrace.engine.pool import EnginePool
 from headrace.errors import DeadlineExceeded, GaveUp, HeadraceError, InputError
-from headrace.evaluation import Evaluation, evaluate
+from headrace.evaluation import Evaluation, evaluate, evaluation_line, is_best
 from headrace.groups import Groups, GroupsParts
 from headrace.ledger import Journal
 from headrace.publication import Publication, PublicationParts
-from headrace.records import Batch, Group, Sampling, Task, WeightVersion
+from headrace.records import Batch, Episode, Group, Task, WeightVersion
 from headrace.rollout.base import Rollouts
 from headrace.rollout.tasks import TaskOrder
 from headrace.scoring.advantages import advantages, shuffle_rewards
@@ -47,6 +47,8 @@ from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.alarms import RULES, Alarms
 from headrace.telemetry.base import Telemetry
+from headrace.telemetry.failures import FailureWatch
+from headrace.telemetry.metrics import users_keys
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
@@ -112,7 +114,8 @@ class Parts:
     """Tokens that the trainer's model knows. None: nobody has said."""
     evaluator: Engine | None = None
     """Serves the version under evaluation, and nothing else."""
-    eval_tasks: Sequence[Task] = ()
+    eval_tasks: Mapping[str, Sequence[Task]] = field(default_factory=dict)
+    """By the name of their set, as `EvaluationConfig.by_name` has them."""
     deaths: Sequence[Awaitable[Exception]] = ()
     """Each done, with the error, when a component has died that nothing replaces."""
     replace: Callable[[Engine], Awaitable[None]] | None = None
@@ -134,7 +137,7 @@ class Progress:
     teacher: int | None = None
     """In self-distillation: the version that the policy learned from last."""
     best: float | None = None
-    evaluations: list[dict[str, float]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Pipeline:
@@ -148,6 +151,8 @@ class Pipeline:
         self._gave_up: GaveUp | None = None
         taught = config.training.learns_from_rewards
         self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
+        window = config.training.groups_per_batch * config.training.group_size
+        self._failures = FailureWatch(min(max(window, 128), 1024))
         self.publication = Publication(
             config.sync,
             PublicationParts(
@@ -163,7 +168,7 @@ class Pipeline:
         self._turns = None if config.placement == "side_by_side" else self._take_turns()
         self._publishing: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
-        self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
+        self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float | None]] | None] = asyncio.Queue()
         self._begun = 0.0
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups = Groups(
@@ -179,6 +184,7 @@ class Pipeline:
             ),
             newest=lambda: progress.version,
             give_up=self._give_up,
+            on_ended=self._watch_failures,
         )
         parts.buffer.on_late = self._groups.cut
 
@@ -266,7 +272,7 @@ class Pipeline:
             self._notice_teacher(report)
             self.parts.journal.check()
             self.parts.telemetry.batch(batch, produced.number, report.teacher)
-            self._steps_done.put_nowait((report, self._at_step_end()))
+            self._steps_done.put_nowait((report, {**self._at_step_end(), **_users_metrics(batch)}))
             await self._after_step(produced)
 
     async def _trained(self, batch: Batch) -> StepReport:
@@ -403,32 +409,37 @@ class Pipeline:
 
     async def _evaluate(self, version: WeightVersion, candidate: str, published: asyncio.Task[None]) -> None:
         await asyncio.shield(published)
-        parts, settings = self.parts, self.config.evaluation
+        parts = self.parts
         assert parts.evaluator is not None
-        result = await evaluate(
-            parts.eval_tasks,
-            rollouts=parts.rollouts,
-            scorers=parts.scorers,
-            engine=EnginePool([parts.evaluator], adapter=self.config.adapter, revive_s=self.config.revive_s),
-            samples=settings.samples,
-            concurrency=3 * self.config.engine.max_running // 2,
-            sampling=Sampling(
-                temperature=settings.sampling.temperature,
-                top_k=settings.sampling.top_k,
-                top_p=settings.sampling.top_p,
-                min_p=settings.sampling.min_p,
-            ),
-            seed=self.config.seed,
-        )
-        await self._judge(version, candidate, result)
+        engine = EnginePool([parts.evaluator], adapter=self.config.adapter, revive_s=self.config.revive_s)
+        found: dict[str, Evaluation] = {}
+        for name, settings in self.config.evaluation.by_name.items():
+            found[name] = await evaluate(
+                parts.eval_tasks[name],
+                settings,
+                rollouts=parts.rollouts,
+                scorers=parts.scorers,
+                engine=engine,
+                seed=self.config.seed,
+                concurrency=3 * self.config.engine.max_running // 2,
+                name=name,
+            )
+        await self._judge(version, candidate, found)
 
-    async def _judge(self, version: WeightVersion, candidate: str, result: Evaluation) -> None:
-        best = self.progress.best is None or result.pass_1 > self.progress.best
+    async def _judge(self, version: WeightVersion, candidate: str, found: dict[str, Evaluation]) -> None:
+        """The first set chooses the best; what few completions of it count for chooses nothing."""
+        before = self.progress.evaluations
+        lines = {name: evaluation_line(name, result, before) for name, result in found.items()}
+        first, *others = lines
+        result = found[first]
+        best = result.valid and result.pass_1 is not None and is_best(result.pass_1, first, before)
         if best:
             self.progress.best = result.pass_1
         await self.parts.vault.choose(candidate, best)
-        line = {"step": version.step, "version": version.number, **result.as_dict()}
-        self.progress.evaluations.append(line)
+        line = {"step": version.step, "version": version.number, "set": first, **lines[first]}
+        if others:
+            line["sets"] = {name: lines[name] for name in others}
+        before.append(line)
         self.parts.telemetry.event("evaluated", **line, best=best)
 
     # ── report: finished steps → metrics ─────────────────────────────────────────────────────────────────
@@ -465,10 +476,16 @@ class Pipeline:
             healthy = {"metric": rule.metric, "value": value, "low": rule.low, "high": rule.high}
             self.parts.telemetry.event("alarm", step=line["step"], on=on, **healthy, advice=rule.advice)
 
-    def _at_step_end(self) -> dict[str, float]:
+    def _watch_failures(self, episode: Episode) -> None:
+        """Tell at once when many fail: a step may be far away."""
+        for kind, fields in self._failures.ended(episode.failure, episode.detail):
+            self.parts.telemetry.event(kind, step=self.progress.step, **fields)
+
+    def _at_step_end(self) -> dict[str, float | None]:
         return {
             "time_s": asyncio.get_running_loop().time() - self._begun,
             "dropped": sum(self.parts.journal.dropped.values()),
+            "failed_frac": self._failures.take_frac(),
             "sync_s": self.publication.last.seconds,
             "swap_pause_s": self.publication.last.pause_s,
             "buffer_groups": self.parts.buffer.ready,
@@ -553,6 +570,10 @@ class Pipeline:
     async def _settled(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
             await task
+
+
+def _users_metrics(batch: Batch) -> dict[str, float]:
+    return users_keys(episode.metrics for episode in batch.episodes)
 
 
 def _share(part: float, whole: float) -> float:

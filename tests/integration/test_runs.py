@@ -343,3 +343,51 @@ def test_a_script_without_the_main_guard_is_told_so(project):
     )
     assert done.returncode != 0
     assert '__name__ == "__main__"' in done.stderr
+
+
+USER_METRICS = '''
+import zlib
+from headrace import Score, Task
+from user import tasks
+
+def held_out():
+    return tasks(12)
+
+def moody(task, attempt):
+    """±1, with numbers of its own, and a failure for one attempt in three."""
+    last = attempt.turns[-1].tokens
+    if zlib.crc32(bytes(last)) % 3 == 0:
+        raise KeyError("answer")
+    return Score(1.0 if last[0] % 2 else -1.0, {"first": float(last[0])})
+'''
+
+
+def test_failures_and_users_metrics_are_where_people_look(project):
+    (project.path / "moody.py").write_text(USER_METRICS)
+    sets = 'evaluation.sets={other={tasks={type="python", source="moody.py:held_out"}, samples=2}}'
+    words = ["scorer.source=moody.py:moody", 'evaluation.tasks={type="python", source="moody.py:held_out"}', sets]
+    words += ["evaluation.every=6", "evaluation.limit=12", "training.min_group=2"]
+    settings = [part for word in words for part in ("--set", word)]
+    done = project.headrace("train", "config.toml", "--set", "training.steps=6", *settings)
+    assert done.returncode == 0, done.stderr
+    assert "of 12 completions failed and are not in it (scorer_error: KeyError: 'answer')" in done.stderr
+    assert "training episodes fail: " in done.stderr
+    assert "held-out reward" in done.stderr
+    assert "accuracy" not in done.stdout + done.stderr
+    summary = json.loads((project.run / "summary.json").read_text())
+    assert (summary["eval_before"], summary["eval_after"], summary["eval_metric"]) == (None, None, "reward")
+    assert len(summary["warnings"]) == 5
+    assert not (project.run / "checkpoints" / "best").exists()
+    lines = [json.loads(line) for line in (project.run / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        found = [one.episode.metrics["first"] for one in read_episodes(project.run, line["step"])]
+        assert line["user/first"] == pytest.approx(sum(found) / len(found))
+    assert summary["user"]["first"] == pytest.approx(sum(line["user/first"] for line in lines) / 6)
+    shares = [line["failed_frac"] for line in lines if line["failed_frac"] is not None]
+    assert 0.1 < sum(shares) / len(shares) < 0.6
+    assert project.audit()["violations"] == []
+    # A resumed run keeps the evaluations of before as they were.
+    again = project.train("--resume", "--set", "training.steps=8", *settings)
+    assert again["evaluations"][:2] == summary["evaluations"]
+    assert [line["step"] for line in again["evaluations"]] == [0, 6, 8]
+    assert project.audit()["violations"] == []

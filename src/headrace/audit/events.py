@@ -12,6 +12,7 @@ from headrace.audit.findings import CORRUPTION, LEDGER, PROVENANCE, RECORDS, SWA
 from headrace.audit.turns import engine_names
 from headrace.audit.versions import Tree
 from headrace.ledger import DROPPED, IN_FLIGHT, LOST_IN_CRASH
+from headrace.telemetry.evaluations import contradiction, sets_of
 from headrace.telemetry.folder import file_digest
 
 _LONGEST_START_S = 3600.0
@@ -28,7 +29,7 @@ class Published:
     kept: set[int] = field(default_factory=set)
     """Versions whose weights were kept for the audit."""
     evaluations: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    """Of each its session and what it found."""
+    """Of each its session and what it said, as summaries have it."""
 
 
 def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Published:
@@ -43,7 +44,7 @@ def check_events(evidence: Evidence, tree: Tree, findings: Findings) -> Publishe
         if look is not None:
             try:
                 look(event)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, AttributeError) as error:
                 findings.add(RECORDS, "events.jsonl", f"an event {kind!r} lacks what such have: {error}")
         findings.checked["events"] += 1
     reader.finish()
@@ -141,13 +142,16 @@ class _Reader:
 
     def see_evaluated(self, event: dict[str, Any]) -> None:
         number, step = event["version"], event["step"]
-        known = self._tree.versions.get(number)
+        known, where = self._tree.versions.get(number), f"version {number}"
         if known is None and not self._crashed(self._session):
-            self._findings.add(LEDGER, f"version {number}", "evaluated, and not in the ledger")
+            self._findings.add(LEDGER, where, "evaluated, and not in the ledger")
         elif known is not None and known.step != step and not known.was_lost:
-            self._findings.add(
-                LEDGER, f"version {number}", f"evaluated as of step {step}, in the ledger of {known.step}"
-            )
+            self._findings.add(LEDGER, where, f"evaluated as of step {step}, in the ledger of {known.step}")
+        if (event["pass_1"] is None or not event.get("valid", True)) and event["best"]:
+            self._findings.add(RECORDS, where, "an evaluation that is not valid chose it as the best")
+        for name, line in sets_of(event).items():
+            if what := contradiction(line):
+                self._findings.add(RECORDS, f"the evaluation of {name} at step {step}", what)
         found = {name: value for name, value in event.items() if name not in ("kind", "time", "best")}
         self.published.evaluations.append((self._session, found))
 

@@ -27,6 +27,7 @@ from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, 
 from headrace.records import Group, Task
 from headrace.scoring.advantages import advantages, shuffle_rewards
 from headrace.telemetry.episodes import StoredEpisode, is_kept
+from headrace.telemetry.metrics import USER, users_keys
 from headrace.training.metrics import lag_histogram
 
 _CLOSE = 1e-5
@@ -264,11 +265,26 @@ class _Steps:
         }
         if batch.whole:
             expected |= _measured(batch)
+            self._users_metrics(batch, line)
         self._findings.checked["metrics_lines"] += 1
         for name, value in expected.items():
             said = line.get(name)
             if not (isinstance(said, int | float) and abs(said - value) <= _CLOSE * (1 + abs(value))):
                 what = f"metrics.jsonl has {name} {said!r}, its episodes give {value:.6g}"
+                self._findings.add(RECORDS, f"step {batch.step}", what)
+
+    def _users_metrics(self, batch: _Batch, line: dict[str, Any]) -> None:
+        said = {name: value for name, value in line.items() if name.startswith(USER)}
+        has = users_keys(item.episode.metrics for item in batch.episodes)
+        if not said and "failed_frac" not in line:
+            return  # of a run from before users' metrics had their place here
+        for name in sorted(said.keys() ^ has.keys()):
+            where = "metrics.jsonl alone has it" if name in said else "metrics.jsonl does not have it"
+            self._findings.add(RECORDS, f"step {batch.step}", f"{name}: {where}")
+        for name in said.keys() & has.keys():
+            value = said[name]
+            if not (isinstance(value, int | float) and abs(value - has[name]) <= _CLOSE * (1 + abs(has[name]))):
+                what = f"metrics.jsonl has {name} {value!r}, its episodes give {has[name]:.6g}"
                 self._findings.add(RECORDS, f"step {batch.step}", what)
 
     # ── Stored steps that are not of the surviving weights ───────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,8 @@ from headrace.audit.versions import Tree
 from headrace.config.changes import differences, forbidden_changes
 from headrace.config.load import read_config
 from headrace.errors import InputError
+from headrace.telemetry.evaluations import summary_of
+from headrace.telemetry.metrics import SUMMARISED_STEPS, users_summary
 
 
 def check_summary(evidence: Evidence, tree: Tree, published: Published, findings: Findings) -> None:
@@ -25,8 +28,7 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
         summary: dict[str, Any] = json.loads(folder.summary.read_text(encoding="utf-8"))
         said = {name: summary[name] for name in _COMPARED}
         evaluations = [dict(line) for line in summary["evaluations"]]
-        ends = summary["eval_before"], summary["eval_after"]
-        expected = _ends(evaluations)
+        counted = summary_of(evaluations)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if evidence.crashed:
             findings.unchecked["summary.json"] = "the last session did not end in order"
@@ -43,18 +45,14 @@ def check_summary(evidence: Evidence, tree: Tree, published: Published, findings
             findings.add(RECORDS, "summary.json", f"it has {name} {said[name]}, the ledger {has}")
     for what in _differences(evaluations, tree, published):
         findings.add(RECORDS, "summary.json", what)
-    if ends != expected:
-        what = f"it has eval_before and eval_after {ends}, its evaluations give {expected}"
-        findings.add(RECORDS, "summary.json", what)
+    for name, has in counted.items():
+        # Runs from before the metric was named do not say it.
+        if summary.get(name, has) != has:
+            findings.add(RECORDS, "summary.json", f"it has {name} {summary[name]}, its evaluations {has}")
+    if "user" in summary and evidence.metrics is not None:
+        _check_users(summary["user"], users_summary(list(deque(evidence.metrics(), SUMMARISED_STEPS))), findings)
     for name, what in check_digests(evidence, summary):
         findings.add(CORRUPTION, name, what)
-
-
-def _ends(evaluations: list[dict[str, Any]]) -> tuple[Any, Any]:
-    """The pass rates before training and at the last evaluation after it."""
-    before = next((line["pass_1"] for line in evaluations if line["step"] == 0), None)
-    after = next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None)
-    return before, after
 
 
 def _differences(said: list[dict[str, Any]], tree: Tree, published: Published) -> Iterator[str]:
@@ -107,6 +105,13 @@ def _measured(evidence: Evidence, tree: Tree) -> dict[str, Any]:
         "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
         "finished": tree.step_of_newest >= evidence.config.training.steps,
     }
+
+
+def _check_users(said: dict[str, Any], has: dict[str, float], findings: Findings) -> None:
+    if said != has:
+        findings.add(
+            RECORDS, "summary.json", f"it has users' metrics {str(said)[:80]}, metrics.jsonl {str(has)[:80]}"
+        )
 
 
 def _check_config(evidence: Evidence, findings: Findings) -> None:

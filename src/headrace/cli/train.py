@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,11 @@ from headrace.cli.output import console, facts_of, ledger_line, only_json, print
 from headrace.config.outside import check_outside
 from headrace.orchestration.folder import in_folder, prepare
 from headrace.orchestration.opening import open_run, refuse_windows
+from headrace.telemetry.evaluations import best_of_text, interval_text, metric_of, sets_of, shown, valid_number
 from headrace.telemetry.folder import RunFolder
+
+MAX_METRICS = 6
+"""Of users' metrics, shown at the end of a run; summary.json has all."""
 
 
 def command(
@@ -46,19 +51,27 @@ def command(
 def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     facts = [
         ("steps", _steps(summary)),
-        ("accuracy", f"{accuracy(summary.get('eval_before'))} → {accuracy(summary.get('eval_after'))}"),
+        *_evaluations(summary),
         ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
         ("episodes", ledger_line(summary.get("ledger") or {})),
+        *_users_metrics(summary.get("user") or {}),
         ("report", str(run.report)),
         ("next", f"{myself()} audit {run.path}"),
         ("", f"{myself()} show {run.path} --best"),
     ]
+    facts += [("warning", text) for text in summary.get("warnings", [])]
     ended = (
         "Finished"
         if summary.get("finished", True)
         else f"Stopped early ({myself()} train --resume {run.path} goes on)"
     )
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
+
+
+def _users_metrics(means: dict[str, float]) -> list[tuple[str, str]]:
+    text = ", ".join(f"{name} {mean:.3g}" for name, mean in list(means.items())[:MAX_METRICS])
+    more = len(means) - MAX_METRICS
+    return [("metrics", f"{text}, and {more} more" if more > 0 else text)] if means else []
 
 
 def _steps(summary: dict[str, Any]) -> str:
@@ -75,8 +88,23 @@ def myself() -> str:
     return str(script.relative_to(Path.cwd()) if script.is_relative_to(Path.cwd()) else script)
 
 
-def accuracy(value: Any) -> str:
-    """An evaluation as a percentage: a number, or a record with `pass_1`; a dash where there was none."""
-    if isinstance(value, dict):
-        value = value.get("pass_1")
-    return f"{value:.1%}" if isinstance(value, int | float) else "–"
+def _evaluations(summary: dict[str, Any]) -> list[tuple[str, str]]:
+    """Before and after training: of the set that chooses the best, then of each other one."""
+    metric = summary.get("eval_metric") or "accuracy"
+    numbers = [summary.get("eval_before"), summary.get("eval_after")]
+    lines = summary.get("evaluations") or []
+    last = sets_of(lines[-1]) if lines else {}
+    rows = [(metric, _arrow(numbers, metric, next(iter(last.values()), {})))]
+    for name, line in list(last.items())[1:]:
+        first = sets_of(lines[0]).get(name, {})
+        both = "reward" if "reward" in (metric_of(first), metric_of(line)) else "accuracy"
+        rows.append((name, f"{both} {_arrow([valid_number(first), valid_number(line)], both, line)}"))
+    return rows
+
+
+def _arrow(numbers: list[Any], metric: str, last: Mapping[str, Any]) -> str:
+    text = " → ".join(shown(number, metric) for number in numbers)
+    if numbers[-1] is None:
+        return text
+    more = [part for part in (interval_text(last, metric), best_of_text(last, metric)) if part]
+    return f"{text} ({', '.join(more)})" if more else text

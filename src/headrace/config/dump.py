@@ -29,6 +29,8 @@ def _plain(node: Config) -> dict[str, Any]:
         value = getattr(node, name)
         if isinstance(value, tuple):
             plain[name] = [_plain(item) if isinstance(item, Config) else item for item in value]
+        elif isinstance(value, dict):
+            plain[name] = {key: _plain(item) if isinstance(item, Config) else item for key, item in value.items()}
         elif value is not None:
             plain[name] = _plain(value) if isinstance(value, Config) else value
     return plain

@@ -183,6 +183,9 @@ def _check(node: Config, prefix: str) -> None:
             for place, item in enumerate(value):
                 if isinstance(item, Config):
                     _check(item, f"{prefix}{name}[{place}].")
+        elif isinstance(value, dict) and any(isinstance(item, Config) for item in value.values()):
+            for key, item in value.items():
+                _check(item, f"{prefix}{name}.{short(key)}.")
         elif isinstance(value, dict):
             _check_options(value, f"{prefix}{name}", 1)
         elif isinstance(value, str) and "\0" in value:

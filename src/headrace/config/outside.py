@@ -42,9 +42,10 @@ def check_outside(config: RunConfig) -> None:
 
 
 def check_models(config: RunConfig) -> None:
-    """The same of the model folders alone: no user's code is imported."""
+    """The same of the model folders and extras alone: no user's code is imported."""
     with _told():
         _check_models(config)
+    _check_trackers(config)
 
 
 @contextmanager
@@ -69,11 +70,22 @@ def _check_models(config: RunConfig) -> None:
     _check_template(config)
 
 
+def _check_trackers(config: RunConfig) -> None:
+    if config.recording.wandb is None:
+        return
+    found = importlib.util.find_spec("wandb")
+    # A folder of that name, as offline runs leave, looks like a package without an origin.
+    if found is None or found.origin is None:
+        raise MissingExtra("wandb", "wandb")
+
+
 def _check_code(config: RunConfig) -> None:
     compares = config.scorer.source if config.scorer.source in _COMPARE else None
     _check_tasks(config.tasks, "tasks", compares)
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks", compares)
+    for name, given in config.evaluation.sets.items():
+        _check_tasks(given.tasks, f"evaluation.sets.{name}.tasks", compares)
     _check_user_class(config.environment, "environment", "rollout", ("task", "policy"))
     _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
 

@@ -21,12 +21,12 @@ def explain(error: msgspec.ValidationError, data: Mapping[str, Any], origin: Cal
     """`origin` says where a dotted key was set: a file's name, or the override itself."""
     match = _MESSAGE.fullmatch(str(error))
     assert match is not None
-    path = [name or index for name, index in _PART.findall(match["path"] or "")]
+    path = _path(match["path"] or "", data)
     if unknown := _UNKNOWN.fullmatch(match["what"]):
         return _unknown([*path, unknown[1]], data, origin)
     if missing := _MISSING.fullmatch(match["what"]):
         return _missing([*path, missing[1]], data)
-    dotted = (match["path"] or "").lstrip(".") or "the configuration"
+    dotted = _dotted(match["path"] or "", path)
     got = _value_at(path, data)
     remedy = f"correct it where it is set: {origin(dotted)}"
     kind = schema.type_at(path, data)
@@ -35,6 +35,32 @@ def explain(error: msgspec.ValidationError, data: Mapping[str, Any], origin: Cal
     if kind is None:
         return ConfigError(f"{dotted}: {match['what']}", got, remedy)
     return ConfigError(f"{dotted} is {schema.describe(kind)}", got, remedy)
+
+
+def _path(text: str, data: Mapping[str, Any]) -> list[str]:
+    """A place's keys and numbers, of msgspec's text for it, which has [...] for a name that the user chose."""
+    first, *rest = text.split("[...]")
+    path = [name or index for name, index in _PART.findall(first)]
+    for part in rest:
+        named, table = schema.type_at(path, data), _value_at(path, data)
+        inner = named.value_type if isinstance(named, msgspec.inspect.DictType) else None
+        if not isinstance(inner, msgspec.inspect.StructType):
+            break
+        path += [next((name for name, one in table.items() if not _fits(one, inner.cls)), "")]
+        path += [name or index for name, index in _PART.findall(part)]
+    return path
+
+
+def _fits(value: Any, kind: type) -> bool:
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return False
+    return True
+
+
+def _dotted(text: str, path: Sequence[str]) -> str:
+    return (".".join(path) if "[...]" in text else text.lstrip(".")) or "the configuration"
 
 
 def _unknown(path: Sequence[str], data: Mapping[str, Any], origin: Callable[[str], str]) -> ConfigError:

@@ -11,9 +11,10 @@ from msgspec import Meta
 
 from headrace.buffer.config import BufferConfig
 from headrace.config.base import Config
+from headrace.config.evaluation import EvaluationConfig
 from headrace.engine.config import EngineConfig, NativeEngineConfig
 from headrace.errors import ConfigError
-from headrace.rollout.config import EnvironmentConfig, SamplingConfig, TaskConfig
+from headrace.rollout.config import EnvironmentConfig, TaskConfig
 from headrace.scoring.config import ScorerConfig
 from headrace.sync.config import SyncConfig
 from headrace.telemetry.config import RecordingConfig
@@ -26,20 +27,6 @@ class ModelConfig(Config):
 
     path: str
     """A Hugging Face folder: config.json, safetensors, tokenizer.json."""
-
-
-class EvaluationConfig(Config):
-    """Held-out tasks, sampled at intervals beside training, by an engine whose weights stand still meanwhile."""
-
-    tasks: TaskConfig | None = None
-    """None: no evaluation."""
-    limit: Annotated[int, Meta(ge=1)] = 500
-    """Most tasks evaluated."""
-    every: Annotated[int, Meta(ge=1)] = 50
-    """Training steps between evaluations; the first comes before training, the last after it."""
-    samples: Annotated[int, Meta(ge=1)] = 1
-    """Completions per task; pass@1 and pass@samples are reported."""
-    sampling: SamplingConfig = SamplingConfig()
 
 
 class LimitsConfig(Config):

@@ -36,11 +36,13 @@ def _root() -> inspect.Type:
 def _keys(table: inspect.Type, prefix: str) -> Iterator[Key]:
     assert isinstance(table, inspect.StructType)
     for field in table.fields:
-        several = isinstance(field.type, inspect.VarTupleType)
-        variants = _variants(field.type)
+        several = isinstance(field.type, inspect.VarTupleType | inspect.DictType)
+        named = _named_tables(field.type)
+        variants = _variants(field.type if named is None else named)
         path = f"{prefix}{field.encode_name}"
         if not variants or several or field.default is None:
             yield Key(path, describe(field.type), _default(field))
+        path += "" if named is None else ".NAME"
         for variant in variants:
             tagged = len(variants) > 1 or variant.tag is not None
             yield from _keys(variant, f"{path}[{variant.tag}]." if tagged else f"{path}.")
@@ -62,6 +64,12 @@ def _variants(kind: inspect.Type) -> list[inspect.StructType]:
     return [kind] if isinstance(kind, inspect.StructType) else []
 
 
+def _named_tables(kind: inspect.Type) -> inspect.StructType | None:
+    """What each table is in a table of tables whose names the user chooses; None where a place is no such."""
+    inner = kind.value_type if isinstance(kind, inspect.DictType) else None
+    return inner if isinstance(inner, inspect.StructType) else None
+
+
 def with_default_types(data: Any, kind: inspect.Type | None = None) -> Any:
     """The same, where a table that says no type has the type that the place has by default."""
     kind = _root() if kind is None else kind
@@ -70,6 +78,9 @@ def with_default_types(data: Any, kind: inspect.Type | None = None) -> Any:
     found = dict(data)
     for field in kind.fields:
         table = found.get(field.encode_name)
+        if isinstance(table, Mapping) and (named := _named_tables(field.type)) is not None:
+            found[field.encode_name] = {name: with_default_types(one, named) for name, one in table.items()}
+            continue
         if not isinstance(table, Mapping) or not (variants := _variants(field.type)):
             continue
         default = field.default.__struct_config__ if isinstance(field.default, Config) else None
@@ -92,6 +103,9 @@ def type_at(path: Sequence[str], data: Any) -> inspect.Type | None:
                 return None
             kind = kind.item_types[int(part)]
             data = None
+            continue
+        if (named := _named_tables(kind)) is not None:
+            kind, data = named, _within(data, part)
             continue
         fields = [field for variant in tables(kind, data) for field in variant.fields]
         found = [field.type for field in fields if field.encode_name == part]

@@ -54,7 +54,10 @@ from headrace.rollout.worker import WorkerRollouts
 from headrace.scoring.worker import WorkerScorers
 from headrace.sync import open_channel
 from headrace.sync.schedule import Publisher
+from headrace.telemetry.evaluations import summary_of, warnings_of
+from headrace.telemetry.failures import training_warning
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.metrics import users_summary
 from headrace.telemetry.progress import RunProgress
 from headrace.telemetry.report import write_report_apart
 from headrace.telemetry.writer import FolderTelemetry
@@ -223,9 +226,9 @@ class _Run:
 
     async def _assemble(self, closing: AsyncExitStack) -> Pipeline:
         config = self._config
-        evaluates = config.evaluation.tasks is not None
+        sets = config.evaluation.by_name
         names = [f"engine-{i}" for i in range(config.engine.count)]
-        engine_names = [*names, *(["engine-eval"] if evaluates else [])]
+        engine_names = [*names, *(["engine-eval"] if sets else [])]
         environments = await self._pool("environment", closing)
         rollouts = WorkerRollouts(environments, config.environment)
         tasks, eval_tasks = await self._tasks(rollouts)
@@ -260,7 +263,7 @@ class _Run:
             vault=vault,
             tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
             vocabulary=trainer.vocabulary,
-            evaluator=engines[-1] if evaluates else None,
+            evaluator=engines[-1] if sets else None,
             eval_tasks=eval_tasks,
             deaths=[trainer.peer.died, environments.failed, scorers.failed],
             replace=self._replace_engine,
@@ -268,16 +271,18 @@ class _Run:
         )
         return Pipeline(config, parts, start.progress)
 
-    async def _tasks(self, rollouts: WorkerRollouts) -> tuple[Sequence[Task], Sequence[Task]]:
-        """Those of training and of evaluation. What is wrong with them is known before a model is loaded."""
+    async def _tasks(self, rollouts: WorkerRollouts) -> tuple[Sequence[Task], dict[str, Sequence[Task]]]:
+        """Those of training, and of each set of evaluation. What is wrong with them is known before a model is
+        loaded."""
         config = self._config
         tasks = await rollouts.tasks(config.tasks)
-        eval_tasks: Sequence[Task] = ()
         await rollouts.check_prompts(tasks, "tasks")
-        if config.evaluation.tasks is not None:
-            eval_tasks = await rollouts.tasks(config.evaluation.tasks, config.evaluation.limit)
-            await rollouts.check_prompts(eval_tasks, "evaluation.tasks")
-        return tasks, eval_tasks
+        held_out: dict[str, Sequence[Task]] = {}
+        for name, one in config.evaluation.by_name.items():
+            held_out[name] = await rollouts.tasks(one.tasks, one.limit)
+            where = "evaluation.tasks" if one.tasks is config.evaluation.tasks else f"evaluation.sets.{name}.tasks"
+            await rollouts.check_prompts(held_out[name], where)
+        return tasks, held_out
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:
         standing, state = Standing(), None
@@ -308,7 +313,13 @@ class _Run:
         config = self._config
         watcher = RunProgress(self._place.path.name, config.training.steps) if self._progress else None
         tokenizer = Tokenizer(self._model)
-        telemetry = FolderTelemetry(self._place, config.recording, decode=tokenizer.decode, watcher=watcher)
+        telemetry = FolderTelemetry(
+            self._place,
+            config.recording,
+            decode=tokenizer.decode,
+            watcher=watcher,
+            settings=msgspec.to_builtins(config),
+        )
         progress = start.progress
         telemetry.event("started", session=start.session, step=progress.step, version=progress.version)
         return telemetry
@@ -468,18 +479,20 @@ class _Run:
         lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
         ledger.close()
         evaluations = pipeline.progress.evaluations
+        failing = training_warning(sums)
         summary = {
             "session": session,
             "steps": pipeline.progress.step,
             "first_step": self._first_step,
             "seconds": seconds,
-            "eval_before": next((line["pass_1"] for line in evaluations if line["step"] == 0), None),
-            "eval_after": next((line["pass_1"] for line in reversed(evaluations) if line["step"] > 0), None),
+            **summary_of(evaluations),
+            "warnings": [*warnings_of(evaluations), *([failing] if failing else [])],
             "staleness_max": lag[0][0],
             "finished": not pipeline.stopped_early,
             "ledger": sums,
             "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
             "evaluations": evaluations,
+            "user": users_summary(self._place.read_metrics()),
             "digests": self._place.digests(),
         }
         write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")

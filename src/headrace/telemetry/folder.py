@@ -27,6 +27,7 @@ OWN = (
     "versions",
     "weights",
     "tensorboard",
+    "wandb",
     "logs",
     "report.png",
     "summary.json",

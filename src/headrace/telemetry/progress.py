@@ -13,6 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from headrace.telemetry.evaluations import best_of_text, metric_of, result, sets_of, shown, warning
+from headrace.telemetry.failures import TOLD_FROM, told
+
 PLAIN_EVERY_S = 5.0
 
 
@@ -34,7 +37,11 @@ class RunProgress:
         self._clock = clock
         self._began = clock()
         self._first: int | None = None
-        self._accuracy: float | None = None
+        self._evaluated: tuple[str, str] | None = None
+        """What the last evaluation counts, and its number."""
+        self._failing = ""
+        """How many training episodes fail, when that is worth telling."""
+        self._line: dict[str, Any] = {}
         self._printed_at = float("-inf")
         self._printed_tenth = -1
         self._live: Live | None = None
@@ -62,29 +69,66 @@ class RunProgress:
             self._bar.update(
                 self._task, completed=done, left=f"{duration(left)} left" if done < self.steps else "done"
             )
-            self._live.update(self._view(line))
+            self._show(line)
         elif self._due(done):
             print(self._sentence(done, line, left), file=self._stream, flush=True)
 
     def event(self, kind: str, fields: dict[str, Any]) -> None:
         if kind == "alarm":
             self._alarm(fields)
-        if kind != "evaluated" or not isinstance(fields.get("pass_1"), int | float):
-            return
-        self._accuracy = float(fields["pass_1"])
-        if self._live is None:
-            text = f"[{self.name}] evaluation at step {fields.get('step', '?')}: accuracy {self._accuracy:.1%}"
-            print(text, file=self._stream, flush=True)
+        if kind == "failing":
+            self._failing = told(fields, 60) if fields["share"] >= TOLD_FROM else ""
+            self._show(self._line)
+        if kind == "evaluated" and "pass_1" in fields:
+            self._evaluation(fields)
+
+    def _evaluation(self, fields: dict[str, Any]) -> None:
+        metric = metric_of(fields)
+        invalid = "" if fields.get("valid", True) else " (invalid)"
+        # The reward in training stands beside it.
+        name = "held-out reward" if metric == "reward" else metric
+        self._evaluated = name, shown(fields["pass_1"], metric) + invalid
+        for name, line in sets_of(fields).items():
+            where = f" of {name}" if fields.get("sets") else ""
+            text = f"evaluation{where} at step {fields.get('step', '?')}: {result(line)}"
+            if best := best_of_text(line, metric_of(line)):
+                text += f", {best}"
+            caution = warning(line)
+            if self._live is None:
+                self._say(f"{text}. {caution}" if caution else text)
+            elif caution:
+                self._say(f"{text}. {caution}", "yellow")
+
+    def _say(self, text: str, style: str = "") -> None:
+        if self._live is not None:
+            self._live.console.print(Text(f"[{self.name}] {text}", style=style))
+        else:
+            print(f"[{self.name}] {text}", file=self._stream, flush=True)
 
     def _alarm(self, fields: dict[str, Any]) -> None:
-        text = f"[{self.name}] step {fields['step']}: {fields['metric']} is {fields['value']:.3g}, "
+        if fields["metric"] == "failed_frac":
+            self._failure_alarm(fields)
+            return
+        text = f"step {fields['step']}: {fields['metric']} is {fields['value']:.3g}, "
         healthy = f"healthy is {fields['low']:g} to {fields['high']:g}"
         advice = fields["advice"][:1].upper() + fields["advice"][1:]
         text += f"{healthy}. {advice}." if fields["on"] else f"healthy again ({healthy})."
+        self._say(text, "yellow" if fields["on"] else "green")
+
+    def _failure_alarm(self, fields: dict[str, Any]) -> None:
+        where = f"step {fields['step']}: training episodes"
+        if not fields["on"]:
+            self._say(
+                f"{where} succeed again: {fields['share']:.0%} of the last {fields['episodes']:,} failed.", "green"
+            )
+            return
+        advice = fields["advice"][:1].upper() + fields["advice"][1:]
+        self._say(f"{where} fail: {told(fields)}. {advice}.", "yellow")
+
+    def _show(self, line: dict[str, Any]) -> None:
+        self._line = line
         if self._live is not None:
-            self._live.console.print(Text(text, style="yellow" if fields["on"] else "green"))
-        else:
-            print(text, file=self._stream, flush=True)
+            self._live.update(self._view(line))
 
     def close(self) -> None:
         if self._live is not None:
@@ -134,8 +178,10 @@ class RunProgress:
             ("staleness", f"{show('staleness_mean', '.1f')} (max {show('staleness_max', '.0f')})"),
             ("idle", f"{show('engine_idle_frac', '.0%')} gen, {show('trainer_idle_frac', '.0%')} train"),
         ]
-        if self._accuracy is not None:
-            facts.insert(1, ("accuracy", f"{self._accuracy:.1%}"))
+        if self._failing:
+            facts.append(("failed", self._failing))
+        if self._evaluated is not None:
+            facts.insert(1, self._evaluated)
         return facts
 
 

@@ -1,6 +1,7 @@
 """Telemetry into a run's folder, by a thread of its own.
 
     step, event, batch ──▶ queue ──▶ writer thread ──▶ metrics.jsonl, events.jsonl, episodes/, TensorBoard, progress
+                                                    └──▶ W&B, by a thread of its own
 
 Callers never wait. A failing disk costs what could not be written, says so once on standard error, and stops
 nothing. Only episodes can pile up: past `pending_limit` bytes of them, a step's episodes are left out, and an
@@ -16,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,9 +27,12 @@ import xxhash
 from headrace.records import Batch, Group
 from headrace.telemetry.config import RecordingConfig
 from headrace.telemetry.episodes import Decode, episode_lines, is_kept
+from headrace.telemetry.evaluations import scalars_of
+from headrace.telemetry.examples import as_markdown, examples_of
 from headrace.telemetry.folder import RunFolder
 from headrace.telemetry.lines import LineFile
 from headrace.telemetry.tensorboard import ScalarLog
+from headrace.telemetry.wandb_tracker import WandbTracker
 
 CLOSE_DEADLINE_S = 30.0
 
@@ -55,7 +59,9 @@ class FolderTelemetry:
         watcher: Watcher | None = None,
         clock: Callable[[], float] = time.time,
         pending_limit: int = 512 << 20,
+        settings: Mapping[str, Any] | None = None,
     ):
+        """`settings`: the run's configuration, for trackers that show it."""
         self.folder = folder if isinstance(folder, RunFolder) else RunFolder(folder)
         self.recording = recording or RecordingConfig()
         self.failures: Counter[str] = Counter()
@@ -71,6 +77,8 @@ class FolderTelemetry:
         self._pending_lock = threading.Lock()
         self._files: dict[Path, LineFile] = {}
         self._scalars: ScalarLog | None = None
+        wandb = self.recording.wandb
+        self._wandb = None if wandb is None else WandbTracker(self.folder.path, wandb, settings or {})
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -102,6 +110,8 @@ class FolderTelemetry:
     async def close(self) -> None:
         self._queue.put(None)
         await asyncio.to_thread(self._thread.join, CLOSE_DEADLINE_S)
+        if self._wandb is not None and not self._thread.is_alive():
+            await asyncio.to_thread(self._wandb.close, CLOSE_DEADLINE_S)
         if self._thread.is_alive():
             _warn(f"telemetry is still writing to {self.folder.path} after {CLOSE_DEADLINE_S:.0f} s")
 
@@ -128,7 +138,10 @@ class FolderTelemetry:
     def _write_step(self, line: dict[str, Any]) -> None:
         self._attempt("metrics.jsonl", lambda: self._append(self.folder.metrics, line))
         if self.recording.tensorboard:
-            self._attempt("tensorboard", lambda: self._log().scalars(int(line["step"]), line, "train"))
+            self._attempt("tensorboard", lambda: self._log().scalars(int(line["step"]), line, "train/"))
+        if self._wandb is not None:
+            wandb = self._wandb
+            self._attempt("wandb", lambda: wandb.step(line))
         if self._watcher is not None:
             watcher = self._watcher
             self._attempt("progress", lambda: watcher.step(line))
@@ -136,16 +149,34 @@ class FolderTelemetry:
     def _write_event(self, kind: str, now: float, fields: dict[str, Any]) -> None:
         line = {"kind": kind, "time": now, **fields}
         self._attempt("events.jsonl", lambda: self._append(self.folder.events, line))
-        if kind == "evaluated" and self.recording.tensorboard:
-            self._attempt(
-                "tensorboard", lambda: self._log().scalars(int(fields.get("step", 0)), fields, "evaluation")
-            )
+        if kind == "evaluated":
+            self._attempt("evaluations", lambda: self._chart_evaluation(fields))
         if self._watcher is not None:
             watcher = self._watcher
             self._attempt("progress", lambda: watcher.event(kind, fields))
 
+    def _chart_evaluation(self, fields: dict[str, Any]) -> None:
+        step, values = int(fields.get("step", 0)), scalars_of(fields)
+        if self.recording.tensorboard:
+            self._attempt("tensorboard", lambda: self._log().scalars(step, values))
+        if self._wandb is not None:
+            self._wandb.evaluated(step, values)
+
+    def _show_examples(self, batch: Batch) -> None:
+        count = self.recording.examples
+        charted = self.recording.tensorboard or self._wandb is not None
+        if not (charted and count) or (batch.step - 1) % self.recording.examples_every or self._decode is None:
+            return
+        examples = examples_of(batch, count, self._read)
+        if self.recording.tensorboard:
+            texts = [as_markdown(one) for one in examples]
+            self._attempt("tensorboard", lambda: self._log().texts(batch.step, "episodes", texts))
+        if self._wandb is not None:
+            self._wandb.examples(examples)
+
     def _write_batch(self, batch: Batch, produced: int, teacher: int | None, size: int) -> None:
         self._attempt("episodes", lambda: self._write_episodes(batch, produced, teacher))
+        self._attempt("examples", lambda: self._show_examples(batch))
         with self._pending_lock:
             self._pending -= size
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from outcomes import DIGEST, NOBODY
 
 EXPECTED = {
-    "metrics of an episode changed": DIGEST,
     "joins invented": DIGEST,
     "a drop's detail changed in the events": DIGEST,
     "an evaluation invented": DIGEST,

@@ -25,6 +25,7 @@ from headrace.records import Batch, Group
 from headrace.scoring.advantages import advantages
 from headrace.telemetry.episodes import read_episodes
 from headrace.telemetry.folder import RunFolder, file_digest
+from headrace.telemetry.metrics import users_keys, users_summary
 from headrace.training.checkpoint_state import _digest, fingerprint
 from headrace.training.metrics import batch_metrics
 from headrace.training.packing import training_sequences
@@ -343,6 +344,7 @@ def settle_metrics(run: Path) -> None:
         if (run / "episodes" / f"step-{line['step']:06d}.jsonl").exists():
             batch, _ = batch_of(run, line["step"])
             line.update(batch_metrics(batch, training_sequences(batch)))
+            line.update(users_keys(episode.metrics for episode in batch.episodes))
     save(run / "metrics.jsonl", lines)
 
 
@@ -355,6 +357,7 @@ def settle_summary(run: Path) -> None:
     summary["staleness_max"] = ledger.query(f"SELECT COALESCE(MAX(trained_at - version_min), 0) {trained}")[0][0]
     lengths = ledger.query("SELECT state, AVG(tokens) FROM episodes WHERE tokens > 0 GROUP BY state")
     summary["mean_tokens"] = {state: round(mean, 2) for state, mean in lengths}
+    summary["user"] = users_summary(load(run / "metrics.jsonl"))
     ledger.close()
     (run / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 

@@ -305,6 +305,16 @@ SUMMARY = [
         True,
     ),
     Tampering(
+        "the summary's last evaluation embellished",
+        on_json("summary.json", lambda s: s.update(eval_after=0.99)),
+        True,
+    ),
+    Tampering(
+        "the summary's users' metrics invented",
+        on_json("summary.json", lambda s: s.update(user={"right": 1.0})),
+        True,
+    ),
+    Tampering(
         "the summary's drops forgotten", on_json("summary.json", lambda s: s["ledger"].update(dropped={})), True
     ),
     Tampering("the summary says unfinished", on_json("summary.json", lambda s: s.update(finished=False)), True),

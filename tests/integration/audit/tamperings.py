@@ -21,8 +21,6 @@ UNSEEABLE = {
     "all rewards doubled, advantages and metrics computed again": (
         "advantages are the same but for the last bits, which follow; only the scorer, asked again, knows"
     ),
-    "metrics of an episode changed": "they are the user's numbers, and written once",
-    "metrics of an episode removed": "they are the user's numbers, and an environment may give none",
     "a drop's detail changed in the events": "it is a text of the user's, and written once",
     "a failed publication invented": "a publication that failed leaves no other trace",
     "tokens moved from one dropped episode to another": (

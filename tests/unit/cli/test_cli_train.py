@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -204,3 +205,40 @@ def test_an_unforeseen_error_exits_with_1_and_says_how_to_see_more(
     answer = headrace("train", project)
     assert answer.code == 1
     assert "error: unexpected ZeroDivisionError: division by zero\n  HEADRACE_DEBUG=1 shows where\n" in answer.err
+
+
+def test_rewards_are_shown_as_numbers_and_warnings_stand_in_the_summary(
+    project: Path, headrace: Headrace, fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = {"eval_before": -4.333, "eval_after": None, "eval_metric": "reward", "warnings": ["30 of 60 failed"]}
+    monkeypatch.setitem(globals(), "SUMMARY", {**SUMMARY, **more})
+    out = headrace("train", project).out
+    assert re.search(r"reward +-4\.333 → –", out)
+    assert re.search(r"warning +30 of 60 failed", out)
+    assert "accuracy" not in out
+
+
+def test_the_summary_has_every_set_with_its_interval_and_users_metrics(
+    project: Path, headrace: Headrace, fake_run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hard = {
+        "metric": "accuracy",
+        "pass_1": 0.25,
+        "pass_k": 0.5,
+        "samples": 4,
+        "valid": True,
+        "low95": 0.2,
+        "high95": 0.3,
+    }
+    lines = [
+        {"step": 0, "set": "held_out", "metric": "accuracy", "pass_1": 0.125,
+         "sets": {"hard": {**hard, "pass_1": 0.0}}},
+        {"step": 9, "set": "held_out", "metric": "accuracy", "pass_1": 0.875, "low95": 0.8, "high95": 0.9,
+         "sets": {"hard": hard}},
+    ]  # fmt: skip
+    more = {"evaluations": lines, "eval_metric": "accuracy", "user": {f"m{i}": i / 3 for i in range(8)}}
+    monkeypatch.setitem(globals(), "SUMMARY", {**SUMMARY, **more})
+    out = " ".join(headrace("train", project).out.split())
+    assert "accuracy 12.5% → 87.5% (95%: 80.0% to 90.0%)" in out
+    assert "hard accuracy 0.0% → 25.0% (95%: 20.0% to 30.0%, pass@4 50.0%)" in out
+    assert "metrics m0 0, m1 0.333, m2 0.667, m3 1, m4 1.33, m5 1.67, and 2 more" in out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -144,3 +145,17 @@ def test_a_reference_to_something_that_cannot_be_called_is_refused(project: Path
     error = refusal(project, "scorer.source=os:sep")
     assert error.rule == "scorer.source names a class or a function"
     assert error.remedy == "it leads to str: name the class or function itself"
+
+
+def test_a_tracker_that_is_not_installed_is_refused_before_the_run(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that wandb itself left in the current directory is no package."""
+    (project.parent / "wandb").mkdir()
+    monkeypatch.setattr("sys.path", [str(project.parent), *(p for p in sys.path if "site-packages" not in p)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("wandb") is not None
+    error = refusal(project, "recording.wandb.mode=offline")
+    assert isinstance(error, MissingExtra)
+    assert "pip install 'headrace[wandb]'" in str(error)

@@ -12,12 +12,13 @@ import pytest
 from outcome_builders import violations
 
 from headrace.buffer.config import BufferConfig
-from headrace.config.run import EvaluationConfig, ModelConfig, RunConfig
+from headrace.config.evaluation import EvaluationConfig
+from headrace.config.run import ModelConfig, RunConfig
 from headrace.errors import ComponentDied, DeadlineExceeded, HeadraceError, SyncError
 from headrace.pipeline import Parts
 from headrace.publication import Publication, PublicationParts
 from headrace.records import Task, WeightVersion
-from headrace.rollout.config import PythonTasks
+from headrace.rollout.config import JsonlTasks, PythonTasks
 from headrace.simulator.engine import SimEngine
 from headrace.simulator.loop import run_virtual
 from headrace.simulator.run import Outcome, simulate
@@ -193,13 +194,14 @@ def test_a_trainer_that_dies_while_engines_sleep_ends_a_life_and_the_run_goes_on
 
 def evaluated(every: int, samples: int, costs: Costs) -> tuple[list[str], list[dict[str, Any]]]:
     """What the evaluator did, and the evaluations."""
-    config = msgspec.structs.replace(config_of(), evaluation=EvaluationConfig(every=every, samples=samples))
+    evaluation = EvaluationConfig(every=every, samples=samples, tasks=JsonlTasks(path="given by hand"))
+    config = msgspec.structs.replace(config_of(), evaluation=evaluation)
     diary = Diary()
 
     def tamper(parts: Parts) -> None:
         diary(parts)
         parts.evaluator = SimEngine(parts.engines.members[0]._world, "engine-eval")
-        parts.eval_tasks = [Task(id=f"e{i}", prompt="") for i in range(5)]
+        parts.eval_tasks = {"held_out": [Task(id=f"e{i}", prompt="") for i in range(5)]}
         diary.note(parts.evaluator)
 
     outcome = simulate(config, costs, seed=1, tamper=tamper)

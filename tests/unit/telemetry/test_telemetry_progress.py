@@ -87,3 +87,65 @@ def test_a_missing_number_is_a_dash_and_not_an_error() -> None:
 )
 def test_durations_are_said_as_people_say_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def said(*events: dict[str, object], steps: int = 10, live: bool | None = None) -> list[str]:
+    stream = io.StringIO()
+    progress = RunProgress("demo", steps, stream=stream, live=live)
+    for event in events:
+        progress.event("evaluated", dict(event))
+    progress.step(metric_line(steps))
+    progress.close()
+    return stream.getvalue().splitlines()
+
+
+HALF_FAILED = {
+    "step": 0, "set": "held_out", "metric": "reward", "pass_1": -0.867, "low95": -0.95, "high95": -0.75,
+    "tasks": 60, "samples": 1, "failed": 30, "valid": False, "failure_example": "scorer_error: KeyError: 'answer'",
+}  # fmt: skip
+
+
+def test_an_evaluation_is_called_what_it_is_and_says_what_failed() -> None:
+    """±1 was "-433.3%" of "accuracy", and a scorer that always fails was "accuracy 0.0%"."""
+    first, line = said(HALF_FAILED)
+    assert first == (
+        "[demo] evaluation at step 0: reward -0.867 (95%: -0.950 to -0.750). invalid: 30 of 60 completions failed "
+        "and are not in it (scorer_error: KeyError: 'answer')"
+    )
+    assert "  held-out reward -0.867 (invalid)  tok/s" in line
+    none = {**HALF_FAILED, "pass_1": None, "low95": None, "high95": None, "metric": "accuracy", "failed": 60}
+    first, line = said(none)
+    assert first.startswith("[demo] evaluation at step 0: accuracy –. invalid: 60 of 60 completions failed")
+    assert "  accuracy – (invalid)  tok/s" in line
+
+
+def test_a_few_failures_are_told_of_beside_a_number_that_counts() -> None:
+    few = {
+        **HALF_FAILED,
+        "metric": "accuracy",
+        "pass_1": 0.5,
+        "low95": 0.4,
+        "high95": 0.6,
+        "failed": 2,
+        "valid": True,
+    }
+    first, line = said(few)
+    assert first.endswith(
+        "accuracy 50.0% (95%: 40.0% to 60.0%). 2 of 60 completions failed and are not in it "
+        "(scorer_error: KeyError: 'answer')"
+    )
+    assert "  accuracy 50.0%  tok/s" in line
+
+
+def test_every_set_has_its_line_and_several_completions_their_pass_at_k() -> None:
+    hard = {"metric": "reward", "pass_1": 1.5, "pass_k": 4.25, "samples": 8, "tasks": 3, "failed": 0, "valid": True}
+    both = {"step": 5, "set": "held_out", "metric": "accuracy", "pass_1": 0.25, "pass_k": 0.5, "samples": 4,
+            "tasks": 3, "failed": 0, "valid": True, "sets": {"hard": hard}}  # fmt: skip
+    assert said(both)[:2] == [
+        "[demo] evaluation of held_out at step 5: accuracy 25.0%, pass@4 50.0%",
+        "[demo] evaluation of hard at step 5: reward 1.500, best of 8 4.250",
+    ]
+
+
+def test_a_live_bar_prints_the_warning_above_itself() -> None:
+    assert "30 of 60 completions failed" in " ".join(" ".join(said(HALF_FAILED, live=True)).split())

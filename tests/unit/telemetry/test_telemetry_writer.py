@@ -181,3 +181,30 @@ print([name for name in ("torch", "tensorflow", "transformers", "matplotlib") if
     assert rewards == [(1, 0.25), (2, 0.5)]
     assert [scalar.value for scalar in board.Scalars("evaluation/pass_1")] == [0.625]
     assert "evaluation/best" not in board.Tags()["scalars"]
+
+
+def test_tensorboard_has_users_metrics_every_set_and_some_episodes_as_text(tmp_path: Path) -> None:
+    telemetry = FolderTelemetry(
+        tmp_path, RecordingConfig(examples=3, examples_every=5), decode=lambda tokens: f"<b>{len(tokens)}\n- x"
+    )
+    for step in (1, 2, 6):
+        telemetry.batch(make_batch(step=step), produced=step)
+        telemetry.step({**metric_line(step), "user/right": 0.5})
+    hard = {"pass_1": 0.5, "pass_at": {"1": 0.5, "4": 0.75}, "user": {"right": 0.25}}
+    telemetry.event("evaluated", step=2, set="held_out", pass_1=0.625, user={"right": 0.75}, sets={"hard": hard})
+    close(telemetry)
+    assert not telemetry.failures, telemetry.first_error
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    names = ("train/user/right", "evaluation/user/right", "evaluation/hard/pass_at/4", "evaluation/hard/user/right")
+    assert [board.Scalars(name)[-1].value for name in names] == [0.5, 0.75, 0.75, 0.25]
+    assert board.SummaryMetadata("episodes").plugin_data.plugin_name == "text"
+    shown = board.Tensors("episodes")
+    assert [one.step for one in shown] == [1, 6]
+    texts = [text.decode() for text in shown[0].tensor_proto.string_val]
+    # Of two groups with rewards 0.1 and 0.2 each: the worst, one in between, the best.
+    assert [text.split("\n")[0].split("reward ")[1].split(",")[0] for text in texts] == ["0.1", "0.2", "0.2"]
+    assert "prompt\n\n    0+1=" in texts[0]
+    assert "    <b>5\n    - x" in texts[0]
