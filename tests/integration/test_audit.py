@@ -177,3 +177,56 @@ def test_less_recomputation_than_was_asked_for_fails(tampered):
     assert (report["recomputed"]["asked"], report["recomputed"]["episodes"]) == (5, 0)
     assert "0 of the 5 asked for" in report["violations"][0]["what"]
     assert "deleted since" in report["unchecked"]["weights of kept versions"]
+
+
+@pytest.fixture(scope="module")
+def with_choices(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Project:
+    """A run that leaves truncated episodes out and whitens over tokens."""
+    folder = tmp_path_factory.mktemp("choices")
+    (folder / "model").symlink_to(small_model)
+    (folder / "user.py").write_text(USER_CODE)
+    more = '[training]\ntruncated = "exclude"\nalgorithm = {type = "reinforce++", whiten = "tokens"}'
+    config = CONFIG.replace("max_tokens = 8", "max_tokens = 24").replace("max_context = 32", "max_context = 64")
+    (folder / "config.toml").write_text(config.replace("[training]", more))
+    project = Project(folder)
+    project.train()
+    return project
+
+
+def test_a_run_that_leaves_truncated_episodes_out_is_sound_and_adds_up(with_choices: Project) -> None:
+    report = with_choices.audit()
+    assert report["ok"] is True, report["violations"]
+    lines = [json.loads(line) for line in (with_choices.run / "metrics.jsonl").read_text().splitlines()]
+    assert any(0 < line["masked_frac"] < 1 for line in lines)
+    for line in lines:
+        stored = (with_choices.run / "episodes" / f"step-{line['step']:06d}.jsonl").read_text().splitlines()
+        episodes = [json.loads(one) for one in stored]
+        cut = [one["turns"][-1]["stop"] == "length" for one in episodes]
+        assert line["masked_frac"] == sum(cut) / len(cut)
+        assert not any(one["advantage"] for one, is_cut in zip(episodes, cut, strict=True) if is_cut)
+        assert line["tokens_trained"] == sum(len(one["turns"][0]["tokens"]) for one in episodes)
+    with sqlite3.connect(with_choices.run / "ledger.sqlite") as db:
+        (trained,) = db.execute("SELECT SUM(tokens) FROM episodes WHERE state = 'trained'").fetchone()
+    assert trained == sum(line["tokens_trained"] for line in lines)
+
+
+def test_an_advantage_given_to_an_episode_that_was_left_out_is_found(with_choices: Project, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(with_choices.run, copy)
+    file = copy / "episodes" / "step-000005.jsonl"
+    episodes = [json.loads(line) for line in file.read_text().splitlines()]
+    left_out = next(one for one in episodes if one["turns"][-1]["stop"] == "length")
+    left_out["advantage"] = 0.5
+    file.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    found = [(one["where"], one["what"]) for one in with_choices.audit(run=copy)["violations"]]
+    assert (left_out["id"], "its advantage is 0.5, and the rewards of its batch give 0") in found
+
+
+def test_a_forged_share_of_masked_episodes_is_found(with_choices: Project, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(with_choices.run, copy)
+    lines = [json.loads(line) for line in (copy / "metrics.jsonl").read_text().splitlines()]
+    lines[4]["masked_frac"] = 0.0
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = with_choices.audit(run=copy)["violations"]
+    assert any(one["what"].startswith("metrics.jsonl has masked_frac 0.0") for one in found), found

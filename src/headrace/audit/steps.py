@@ -25,7 +25,8 @@ from headrace.audit.versions import Tree
 from headrace.errors import RecordError
 from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, TRAINED
 from headrace.records import Group, Task
-from headrace.scoring.advantages import advantages, shuffle_rewards
+from headrace.scoring.advantages import compared, is_masked, shuffle_rewards
+from headrace.scoring.base import Truncated
 from headrace.telemetry.episodes import StoredEpisode, is_kept
 
 _CLOSE = 1e-5
@@ -212,16 +213,15 @@ class _Steps:
             )
             for items in members
         ]
-        recipe = self._training.algorithm.recipe
+        how = self._training.comparison
         if not groups:
             return
         try:
             if self._training.shuffle_rewards:
                 trained_at = next(iter(batch.rows.values())).trained_at or 0
                 groups = shuffle_rewards(groups, seed=self._seed + trained_at)
-                found = advantages(groups, baseline=recipe.baseline, scale=recipe.scale)
-            else:
-                found = advantages(groups, baseline=recipe.baseline, scale=recipe.scale, overlong=recipe.overlong)
+                how = how._replace(overlong=None)
+            found = compared(groups, how)
         except RecordError as error:
             self._findings.add(RECORDS, f"step {batch.step}", str(error))
             return
@@ -248,7 +248,7 @@ class _Steps:
             "staleness_max": max((row.trained_at or 0) - (row.low or 0) for row in rows),
         }
         if batch.whole:
-            expected |= _measured(batch)
+            expected |= _measured(batch, self._training.truncated)
         self._findings.checked["metrics_lines"] += 1
         for name, value in expected.items():
             said = line.get(name)
@@ -302,7 +302,7 @@ def _light(item: StoredEpisode) -> StoredEpisode:
 _NONE = np.empty(0, np.int32)
 
 
-def _measured(batch: _Batch) -> dict[str, float]:
+def _measured(batch: _Batch, truncated: Truncated) -> dict[str, float]:
     """What a line of metrics says of a batch that is stored whole."""
     rewards = np.array([item.episode.reward for item in batch.episodes], np.float64)
     turns = [turn for item in batch.episodes for turn in item.episode.turns]
@@ -317,4 +317,5 @@ def _measured(batch: _Batch) -> dict[str, float]:
         "staleness_mean": float(together.mean()),
         "staleness_max": float(together.max(initial=0)),
         "zero_advantage_frac": float(np.mean([item.group not in moved for item in batch.episodes])),
+        "masked_frac": float(np.mean([is_masked(item.episode, truncated) for item in batch.episodes])),
     }

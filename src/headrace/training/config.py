@@ -8,6 +8,7 @@ from msgspec import Meta
 
 from headrace.config.base import Config
 from headrace.errors import ConfigError
+from headrace.scoring.base import Comparison, Truncated
 from headrace.training.algorithms import Algorithm, GrpoConfig
 from headrace.training.correction_config import Correction, KimiConfig, check_corrections
 
@@ -112,6 +113,11 @@ class TrainingConfig(Config):
     shuffle_rewards: bool = False
     """A control experiment: permute the rewards among a batch's episodes, so that they teach nothing. Records keep
     each episode's own."""
+    truncated: Truncated = "train"
+    """What is done with an episode whose last turn was cut at its most tokens. `train`: as with any other.
+    `exclude`: its tokens are left out of the loss, and its reward is compared with no other. `baseline_only`: its
+    tokens are left out, and its reward counts in what the others' are compared with. The ledger has it trained in
+    any case."""
     epochs: Annotated[int, Meta(ge=1)] = 1
     """How often a batch is trained on."""
     minibatches: Annotated[int, Meta(ge=1)] = 1
@@ -160,6 +166,14 @@ class TrainingConfig(Config):
     def shares_prefixes(self) -> bool:
         """Whether they are: only the native back end does, and not where bits count."""
         return self.share_prefixes and self.backend == "native" and self.numerics == "fast"
+
+    @property
+    def comparison(self) -> Comparison:
+        """How rewards become advantages."""
+        how = self.algorithm.recipe
+        return Comparison(
+            how.baseline, how.scale, how.over, how.unbiased_std, how.std_eps, self.truncated, how.overlong
+        )
 
     @property
     def learns_from_rewards(self) -> bool:

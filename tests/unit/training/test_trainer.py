@@ -30,6 +30,7 @@ TRAINER_METRICS = {
     "reward_std",
     "length_mean",
     "truncated_frac",
+    "masked_frac",
     "tokens_trained",
     "groups_trained",
     "staleness_mean",
