@@ -13,6 +13,7 @@ from headrace.training.algorithms import Algorithm, GrpoConfig
 from headrace.training.correction_config import Correction, KimiConfig, check_corrections
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Undecayed = Literal["norms", "biases", "embeddings"]
 
 
 class OptimizerConfig(Config):
@@ -22,6 +23,9 @@ class OptimizerConfig(Config):
     betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    no_decay: tuple[Undecayed, ...] = ("norms", "biases", "embeddings")
+    """The kinds of parameters that weight decay leaves alone. A head that is tied to the embedding is one with it,
+    a head of its own decays. An empty array: all decay. An adapter's two matrices always do."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to this."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0

@@ -33,7 +33,7 @@ from headrace.training.host_memory import keep_freed_memory
 from headrace.training.losses.columns import Columns, Units
 from headrace.training.losses.policy import normaliser, policy_loss
 from headrace.training.metrics import batch_metrics
-from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.optimizer import Optimizer, learning_rate, undecayed
 from headrace.training.packing import (
     Packed,
     TrainingSequence,
@@ -79,7 +79,9 @@ class LocalTrainer:
         self._backend = open_backend(model, config, seed=seed)
         if self._backend.device.type == "cpu":
             keep_freed_memory()
-        self._optimizer = Optimizer(self._backend.parameters(), config.optimizer)
+        parameters = self._backend.parameters()
+        spared = undecayed(parameters, self._backend.embeddings(), config.optimizer.no_decay)
+        self._optimizer = Optimizer(parameters, config.optimizer, undecayed=spared)
         self._teacher = open_teacher(config, self._backend)
         self._reference = None if config.reference is None else Reference(config, self._backend, model=model)
 

@@ -47,6 +47,10 @@ class Backend(Protocol):
         is not among them."""
         ...
 
+    def embeddings(self) -> set[str]:
+        """Names of those parameters that are embeddings: one row for a token, or for a position."""
+        ...
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, entropies) of the n trained tokens in float32, under each one's temperature and support.
 

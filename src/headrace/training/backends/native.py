@@ -65,6 +65,9 @@ class NativeBackend:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
 
+    def embeddings(self) -> set[str]:
+        return {_EMBEDDING} & self._parameters.keys()
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         return self.logprobs_of(packed, *self.hidden(packed))
 

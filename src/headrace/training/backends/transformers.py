@@ -117,6 +117,15 @@ class TransformersBackend:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
 
+    def embeddings(self) -> set[str]:
+        names = {
+            f"{name}.{own}"
+            for name, module in self._model.named_modules()
+            if isinstance(module, torch.nn.Embedding)
+            for own, _ in module.named_parameters(recurse=False)
+        }
+        return names & self._parameters.keys()
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head_is_plain:
             return self.logprobs_of(packed, *self.hidden(packed))
