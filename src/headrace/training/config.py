@@ -153,6 +153,9 @@ class TrainingConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of forward and backward; `auto` as `engine.dtype`. The parameters that the optimizer keeps are float32.
     With `lora`, also of the frozen weights, which there are once."""
+    export_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Type of the weights in checkpoints/final and checkpoints/best, and of the adapter beside them. `model`: that
+    of the folder that training began with. Checkpoints to go on from are float32 in any case."""
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""

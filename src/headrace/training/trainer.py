@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from headrace.errors import HeadraceError, LawBroken, RunFolderError
-from headrace.models import divergences
+from headrace.models import divergences, stored_dtype
 from headrace.records import Batch
 from headrace.scoring import is_masked
 from headrace.sync.base import AdapterSpec
@@ -77,6 +77,8 @@ class LocalTrainer:
         self._mismatch = NEVER_SEEN
         self._max_staleness = max_staleness
         self._backend = open_backend(model, config, seed=seed)
+        chosen = config.export_dtype
+        self._export_dtype = stored_dtype(model) if chosen == "model" else getattr(torch, chosen)
         if self._backend.device.type == "cpu":
             keep_freed_memory()
         parameters = self._backend.parameters()
@@ -319,11 +321,11 @@ class LocalTrainer:
         return saved.state
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that appears whole or not. An adapter is merged into them, and
-        in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
+        """Write the weights as a Hugging Face folder that appears whole or not, in `training.export_dtype`. An
+        adapter is merged into them, and in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
         self._check_whole()
         with checkpoint.disk_told(folder, "a model"), checkpoint.whole_folder(folder) as temporary:
-            self._backend.save_hf(temporary)
+            self._backend.save_hf(temporary, self._export_dtype)
 
     def keep(self, version: int, file: str | Path) -> None:
         """Write the weights, which must be `version`, to one safetensors file that appears whole or not."""

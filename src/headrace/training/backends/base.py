@@ -83,10 +83,10 @@ class Backend(Protocol):
         """Within it the model computes as if it had none."""
         ...
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: configuration, float32 weights and, where there is one, the tokenizer.
+    def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write a Hugging Face folder: configuration, weights in `dtype` and, where there is one, the tokenizer.
 
-        An adapter is merged into the weights, and by itself in the subfolder adapter/."""
+        An adapter is merged into the weights, in float32, and by itself in the subfolder adapter/, in `dtype`."""
         ...
 
 
