@@ -179,14 +179,31 @@ def test_less_recomputation_than_was_asked_for_fails(tampered):
     assert "deleted since" in report["unchecked"]["weights of kept versions"]
 
 
+TWO_REWARDS = """[[scorer.rewards]]
+source = "user.py:score"
+weight = 2.0
+[[scorer.rewards]]
+source = "user.py:brief"
+weight = -0.5
+name = "length"
+"""
+MORE_CODE = """
+def brief(task, attempt):
+    if int(task.id[1:]) % 4 == 3 and attempt.turns[0].tokens[0] % 3 == 0:
+        raise ValueError("not this one")
+    return len(attempt.turns[0].tokens) / 24
+"""
+
+
 @pytest.fixture(scope="module")
 def with_choices(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Project:
-    """A run that leaves truncated episodes out and whitens over tokens."""
+    """A run that leaves truncated episodes out, whitens over tokens, and has two scorers of which one may fail."""
     folder = tmp_path_factory.mktemp("choices")
     (folder / "model").symlink_to(small_model)
-    (folder / "user.py").write_text(USER_CODE)
+    (folder / "user.py").write_text(USER_CODE + MORE_CODE)
     more = '[training]\ntruncated = "exclude"\nalgorithm = {type = "reinforce++", whiten = "tokens"}'
     config = CONFIG.replace("max_tokens = 8", "max_tokens = 24").replace("max_context = 32", "max_context = 64")
+    config = config.replace('[scorer]\nsource = "user.py:score"', TWO_REWARDS)
     (folder / "config.toml").write_text(config.replace("[training]", more))
     project = Project(folder)
     project.train()
@@ -230,3 +247,34 @@ def test_a_forged_share_of_masked_episodes_is_found(with_choices: Project, tmp_p
     (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = with_choices.audit(run=copy)["violations"]
     assert any(one["what"].startswith("metrics.jsonl has masked_frac 0.0") for one in found), found
+
+
+def test_an_episode_keeps_what_each_scorer_gave_and_its_reward_is_their_sum(with_choices: Project) -> None:
+    for file in (with_choices.run / "episodes").glob("step-*.jsonl"):
+        for one in map(json.loads, file.read_text().splitlines()):
+            (turn,) = one["turns"]
+            odd, length = sum(token % 2 for token in turn["tokens"]) / 8, len(turn["tokens"]) / 24
+            assert one["metrics"] == {"reward/score": odd, "reward/length": length}
+            assert one["reward"] == 2.0 * odd - 0.5 * length
+    failed = [
+        json.loads(line)
+        for line in (with_choices.run / "events.jsonl").read_text().splitlines()
+        if "scorer_error" in line
+    ]
+    assert {one["detail"] for one in failed} == {"length: ValueError: not this one"}
+
+
+def test_a_reward_that_its_scorers_did_not_give_is_found(with_choices: Project, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(with_choices.run, copy)
+    file = copy / "episodes" / "step-000005.jsonl"
+    episodes = [json.loads(line) for line in file.read_text().splitlines()]
+    episodes[0]["metrics"]["reward/length"] += 1.0
+    del episodes[1]["metrics"]["reward/score"]
+    file.write_text("".join(json.dumps(one) + "\n" for one in episodes))
+    found = {one["where"]: one["what"] for one in with_choices.audit(run=copy)["violations"]}
+    reward = episodes[0]["reward"]
+    assert found[episodes[0]["id"]] == (
+        f"its reward is {reward:.6g}, and what its scorers gave makes {reward - 0.5:.6g}"
+    )
+    assert found[episodes[1]["id"]] == "what score gave it is not recorded"

@@ -24,9 +24,10 @@ from headrace.audit.turns import TurnRules
 from headrace.audit.versions import Tree
 from headrace.errors import RecordError
 from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, TRAINED
-from headrace.records import Group, Task
+from headrace.records import Episode, Group, Task
 from headrace.scoring.advantages import compared, is_masked, shuffle_rewards
 from headrace.scoring.base import Truncated
+from headrace.scoring.weighted import metric_of, weighted_sum
 from headrace.telemetry.episodes import StoredEpisode, is_kept
 
 _CLOSE = 1e-5
@@ -176,8 +177,25 @@ class _Steps:
             self._findings.add(
                 RECORDS, episode.id, f"it ended at {episode.finished}, and began at {episode.started}"
             )
+        self._reward(episode)
         for law, what in self._outside.problems(item):
             self._findings.add(law, episode.id, what)
+
+    def _reward(self, episode: Episode) -> None:
+        """Against what the scorers gave, where there are several."""
+        weights = {one.called: one.weight for one in self._evidence.config.scorer.rewards}
+        if not weights:
+            return
+        given = {name: episode.metrics.get(metric_of(name)) for name in weights}
+        rewards = {name: reward for name, reward in given.items() if reward is not None}
+        lacking = weights.keys() - rewards.keys()
+        if lacking or episode.reward is None:
+            self._findings.add(RECORDS, episode.id, f"what {', '.join(sorted(lacking))} gave it is not recorded")
+            return
+        found = weighted_sum(weights, rewards)
+        if not abs(episode.reward - found) <= _CLOSE * (1 + abs(found)):
+            what = f"its reward is {episode.reward:.6g}, and what its scorers gave makes {found:.6g}"
+            self._findings.add(RECORDS, episode.id, what)
 
     # ── Rewards and advantages ───────────────────────────────────────────────────────────────────────────
 

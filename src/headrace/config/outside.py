@@ -60,7 +60,10 @@ def _check_code(config: RunConfig) -> None:
     if config.evaluation.tasks is not None:
         _check_tasks(config.evaluation.tasks, "evaluation.tasks")
     _check_callable(config.environment.source, "environment.source")
-    _check_callable(config.scorer.source, "scorer.source")
+    if not config.scorer.rewards:
+        _check_callable(config.scorer.source, "scorer.source")
+    for number, reward in enumerate(config.scorer.rewards):
+        _check_callable(reward.source, f"scorer.rewards.{number}.source")
 
 
 def _check_other_models(config: RunConfig) -> None:

@@ -448,7 +448,9 @@ class ThreadStore:
 
 
 def _replace(config: RunConfig, room: str, source: str) -> RunConfig:
-    return msgspec.structs.replace(config, **{room: msgspec.structs.replace(getattr(config, room), source=source)})
+    only: dict[str, Any] = {"rewards": ()} if room == "scorer" else {}
+    own = msgspec.structs.replace(getattr(config, room), source=source, **only)
+    return msgspec.structs.replace(config, **{room: own})
 
 
 def _reference(thing: Any) -> str:

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace.bounds import SystemFailure, checked_metrics
+from headrace.bounds import checked_metrics
 from headrace.errors import EpisodeFailure
 from headrace.records import Episode, Record, Task, message
-from headrace.references import resolve
-from headrace.scoring.base import Attempt, AttemptTurn, Score
+from headrace.scoring.base import Attempt, AttemptTurn
 from headrace.scoring.config import ScorerConfig
+from headrace.scoring.weighted import open_scorer, scored
 from headrace.tokenizer import Tokenizer
-from headrace.workers import AskController, Pool, call_user, serve
-
-MAX_ABS_REWARD = 1e12
-"""Larger rewards are rejected: they are mistakes, and their advantages would overflow."""
+from headrace.workers import AskController, Pool, serve
 
 
 class ScoreTurn(Record):
@@ -54,22 +48,12 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
 class _Scoring:
     def __init__(self, config: ScorerConfig, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        found: Any = resolve(config.source)
-        self._score: Callable[..., Any]
-        if inspect.isclass(found):
-            scorer: Any = found(**config.options)
-            self._score = scorer.score
-        else:
-            self._score = partial(found, **config.options) if config.options else found
+        self._score = open_scorer(config)
 
     async def handle(self, body: Any, ask: AskController) -> ScoreReply:
         assert isinstance(body, ScoreCall)
-        result = await call_user(self._score, body.task, self._attempt(body))
-        score = result if isinstance(result, Score) else Score(float(result))
-        reward = float(score.reward)
-        if not abs(reward) <= MAX_ABS_REWARD:
-            raise SystemFailure("bad_reward", f"a reward is a number of at most ±{MAX_ABS_REWARD:g} (got {reward})")
-        return ScoreReply(reward=reward, metrics=checked_metrics(score.metrics))
+        score = await scored(self._score, body.task, self._attempt(body))
+        return ScoreReply(reward=score.reward, metrics=checked_metrics(score.metrics))
 
     def _attempt(self, call: ScoreCall) -> Attempt:
         decode = self._tokenizer.decode

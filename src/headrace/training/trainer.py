@@ -321,8 +321,8 @@ class LocalTrainer:
         return saved.state
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that appears whole or not, in `training.export_dtype`. An
-        adapter is merged into them, and in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
+        """Write the weights, in `training.export_dtype`, as a Hugging Face folder that appears whole or not. An
+        adapter is merged into them, and in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` has it."""
         self._check_whole()
         with checkpoint.disk_told(folder, "a model"), checkpoint.whole_folder(folder) as temporary:
             self._backend.save_hf(temporary, self._export_dtype)
