@@ -29,7 +29,7 @@ class OptimizerConfig(Config):
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to this."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Steps of linear rise from 0 to `learning_rate`."""
+    """Steps of linear rise to `learning_rate`: of w, the first has a w-th of it and the w-th all of it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the rise, over `training.steps`. A run that is resumed with more steps goes on at
     the rate that a run of so many would have there."""
