@@ -175,6 +175,8 @@ class Turn(Record):
     """Other turns this one's context was made from (an agent that read another's answer)."""
     engine: str = ""
     seed: int = 0
+    asked: tuple[str, ...] = ()
+    """Names of the parameters of `sampling` that the environment asked for in this very call."""
 
     def fault(self) -> tuple[str, Any] | None:
         """(rule, value) of columns that do not fit together, None if all do.

@@ -31,6 +31,7 @@ from headrace.errors import EpisodeFailure, InputError, ModelFolderError
 from headrace.ipc import error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message
 from headrace.references import resolve
+from headrace.rollout.asked import Asked, checked
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
 from headrace.rollout.tasks import TaskList, load_tasks
@@ -52,6 +53,7 @@ class SampleCall(Record):
     hold: bool
     max_tokens: int
     stop_strings: tuple[str, ...]
+    asked: Asked = Asked()
 
 
 @message
@@ -163,6 +165,10 @@ class _WorkerPolicy:
         hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
     ) -> Completion:
         self._exceeded = self._exceeded or self._waiting >= self._config.max_samples
         self.check()
@@ -178,6 +184,7 @@ class _WorkerPolicy:
             hold=bool(hold),
             max_tokens=int(max_tokens or self._config.max_tokens),
             stop_strings=(*self._config.stop_strings, *map(str, stop)),
+            asked=checked(temperature, top_p, top_k, min_p),
         )
         self._waiting += 1
         try:
@@ -311,7 +318,7 @@ class _Recorder:
             fork_at=fork_at,
             hold=call.hold,
             max_tokens=call.max_tokens,
-            sampling=self._sampling,
+            sampling=call.asked.over(self._sampling),
             stop_strings=call.stop_strings,
             seed=turn_seed(self._request.seed, next(self._calls)),
         )
@@ -329,6 +336,7 @@ class _Recorder:
             raise EpisodeFailure("abandoned")
         if call.hold:
             self._held[len(self.turns)] = request.id
+        turn = msgspec.structs.replace(turn, asked=tuple(call.asked.given))
         self.turns.append(self._as_continued(turn, call))
         return SampleReply(turn=len(self.turns) - 1, tokens=turn.tokens, stop=turn.stop)
 
