@@ -278,3 +278,47 @@ def test_a_reward_that_its_scorers_did_not_give_is_found(with_choices: Project, 
         f"its reward is {reward:.6g}, and what its scorers gave makes {reward - 0.5:.6g}"
     )
     assert found[episodes[1]["id"]] == "what score gave it is not recorded"
+
+
+@pytest.fixture(scope="module")
+def asking(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Project:
+    """A run whose environment asks for sampling parameters of its own in some of its calls."""
+    folder = tmp_path_factory.mktemp("asking")
+    (folder / "model").symlink_to(small_model)
+    (folder / "user.py").write_text(USER_CODE + ASKING)
+    sampling = '[environment]\nsource = "user.py:Asking"\nsampling = {temperature = 0.9, top_p = 0.9}'
+    config = CONFIG.replace("[environment]", sampling).replace("max_context = 32", "max_context = 64")
+    (folder / "config.toml").write_text(config.replace("steps = 12", "steps = 6"))
+    project = Project(folder)
+    project.train()
+    return project
+
+
+ASKING = """
+class Asking:
+    async def rollout(self, task, policy):
+        first = await policy.sample(task.prompt, temperature=1.5, top_p=1.0)
+        second = await policy.sample("w1", after=first, top_k=4)
+        await policy.sample("w2", after=second)
+"""
+
+
+def test_turns_are_sampled_recorded_and_trained_with_what_their_calls_asked_for(asking: Project) -> None:
+    report = asking.audit("--recompute", "30")
+    assert report["ok"] is True, report["violations"]
+    assert report["recomputed"]["max_abs_diff"] < 1e-4
+    expected = [
+        ({"temperature": 1.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, ["temperature", "top_p"]),
+        ({"temperature": 0.9, "top_k": 4, "top_p": 0.9, "min_p": 0.0}, ["top_k"]),
+        ({"temperature": 0.9, "top_k": 0, "top_p": 0.9, "min_p": 0.0}, []),
+    ]
+    for file in (asking.run / "episodes").glob("step-*.jsonl"):
+        for one in map(json.loads, file.read_text().splitlines()):
+            assert [(turn["sampling"], turn.get("asked", [])) for turn in one["turns"]] == expected
+            assert one["turns"][0]["support"] is None
+            offsets = one["turns"][1]["support"]["offsets"]
+            assert max(end - start for start, end in pairwise(offsets)) <= 4
+    # The trainer's log-probs are of the same distributions: where nothing was trained in between they agree.
+    lines = [json.loads(line) for line in (asking.run / "metrics.jsonl").read_text().splitlines()]
+    assert lines[0]["lag_0_frac"] == 1
+    assert lines[0]["mismatch_kl"] < 1e-8
