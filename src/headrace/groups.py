@@ -17,7 +17,7 @@ from headrace.errors import GaveUp
 from headrace.ledger import Journal, episode_name, group_name
 from headrace.records import Episode, Group, Task
 from headrace.rollout.base import EpisodeRequest, Rollouts, episode_seed
-from headrace.scoring.advantages import advantages
+from headrace.scoring.advantages import compared
 from headrace.scoring.base import Scorers
 from headrace.telemetry.base import Telemetry
 from headrace.training.checks import flaw
@@ -118,8 +118,8 @@ class Groups:
         training = self._config.training
         if len(group.episodes) < training.min_group:
             return "group_below_minimum"
-        recipe = training.algorithm.recipe
-        if recipe.resample and not advantages([group], scale="none", overlong=recipe.overlong).any():
+        how = training.comparison._replace(baseline="group", scale="none")
+        if training.algorithm.recipe.resample and not compared([group], how).any():
             return "equal_rewards"
         return None
 

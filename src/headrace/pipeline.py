@@ -42,7 +42,7 @@ from headrace.publication import Publication, PublicationParts
 from headrace.records import Batch, Episode, Group, Task, WeightVersion
 from headrace.rollout.base import Rollouts
 from headrace.rollout.tasks import TaskOrder
-from headrace.scoring.advantages import advantages, shuffle_rewards
+from headrace.scoring.advantages import compared, shuffle_rewards
 from headrace.scoring.base import Scorers
 from headrace.sync.schedule import Publisher
 from headrace.telemetry.alarms import RULES, Alarms
@@ -304,11 +304,10 @@ class Pipeline:
             take.cancel()
             stop.cancel()
         self._groups.taken(groups)
-        how, control = self.config.training.algorithm.recipe, self.config.training.shuffle_rewards
+        how, control = self.config.training.comparison, self.config.training.shuffle_rewards
         rewarded = shuffle_rewards(groups, seed=self.config.seed + version) if control else groups
         # Lengths would be a signal.
-        overlong = None if control else how.overlong
-        found = advantages(rewarded, baseline=how.baseline, scale=how.scale, overlong=overlong)
+        found = compared(rewarded, how._replace(overlong=None) if control else how)
         return Batch(step=self.progress.step + 1, version=version, groups=tuple(groups), advantages=found)
 
     async def _take(self) -> tuple[int, list[Group]]:

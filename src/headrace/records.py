@@ -187,6 +187,8 @@ class Turn(Record):
     seed: int = 0
     stop_string: str | None = None
     """The text that ended it, where one did."""
+    asked: tuple[str, ...] = ()
+    """Names of the parameters of `sampling` that the environment asked for in this very call."""
 
     def fault(self) -> tuple[str, Any] | None:
         """(rule, value) of columns that do not fit together, None if all do.

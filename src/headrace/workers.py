@@ -417,7 +417,8 @@ Handler = Callable[[Any, AskController], Awaitable[Any]]
 """Does one job: gets its record and a way to ask, returns the result's record."""
 
 
-current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job")
+current_job: contextvars.ContextVar[int] = contextvars.ContextVar("current_job", default=0)
+"""0: none, as when a scorer is tried outside of a worker."""
 _in_threads: set[int] = set()
 
 
@@ -550,7 +551,7 @@ class _Server:
 
 
 def _failed(job: Job, error: BaseException, kind: str) -> JobFailed:
-    cause = _first_failure(error) or error
+    cause = first_failure(error) or error
     if isinstance(cause, SystemFailure) and cause.reason in SYSTEM_REASONS:
         return JobFailed(id=job.id, reason=cause.reason, detail=text_of(cause.detail), by_user=False)
     if isinstance(cause, EpisodeFailure):
@@ -558,9 +559,9 @@ def _failed(job: Job, error: BaseException, kind: str) -> JobFailed:
     return JobFailed(id=job.id, reason=f"{kind}_error", detail=described(error) + spot_of(error), by_user=False)
 
 
-def _first_failure(error: BaseException) -> EpisodeFailure | None:
+def first_failure(error: BaseException) -> EpisodeFailure | None:
     """An asyncio.TaskGroup raises what its tasks have raised in a group."""
     if isinstance(error, EpisodeFailure):
         return error
     inner = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((found for each in inner if (found := _first_failure(each))), None)
+    return next((found for each in inner if (found := first_failure(each))), None)

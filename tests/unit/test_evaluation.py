@@ -106,7 +106,7 @@ def test_a_policy_is_blamed_for_what_it_could_not_do_and_for_nothing_else(
 ) -> None:
     import numpy as np
 
-    turn = Turn(*(np.zeros(1, np.int32),) * 4, stop="stop")
+    turn = Turn(*(np.zeros(1, np.int32),) * 4, stop="end")
     episode = Episode(id="e", task=Task(id="t", prompt=""), turns=(turn,) * turns, failure=reason)
     assert blames_policy(episode) is blamed
 

@@ -11,6 +11,7 @@ import numpy as np
 import xxhash
 
 from headrace.audit.findings import PROVENANCE, RECORDS
+from headrace.audit.turns import SINGLE_TURN
 from headrace.config.run import RunConfig
 from headrace.errors import HeadraceError, ModelFolderError
 from headrace.records import Task, Turn, text_before
@@ -20,8 +21,6 @@ from headrace.rollout.single_turn import SingleTurn
 from headrace.rollout.tasks import load_tasks
 from headrace.telemetry.episodes import StoredEpisode
 from headrace.tokenizer import Tokenizer
-
-_SINGLE_TURN = f"{SingleTurn.__module__}:{SingleTurn.__qualname__}"
 
 
 class Outside:
@@ -77,7 +76,7 @@ class Outside:
 
     def _open_prompts(self) -> SingleTurn | None:
         """The environment whose prompts are made again. Another's are its own affair."""
-        if self._tokenizer is None or self._config.environment.source != _SINGLE_TURN:
+        if self._tokenizer is None or self._config.environment.source != SINGLE_TURN:
             return None
         settings = self._config.environment.template
         try:

@@ -24,8 +24,10 @@ from headrace.audit.turns import TurnRules
 from headrace.audit.versions import Tree
 from headrace.errors import RecordError
 from headrace.ledger import DROPPED, LOST_IN_CRASH, LOST_WITH_LEDGER, ORPHANED, TRAINED
-from headrace.records import Group, Task
-from headrace.scoring.advantages import advantages, shuffle_rewards
+from headrace.records import Episode, Group, Task
+from headrace.scoring.advantages import compared, is_masked, shuffle_rewards
+from headrace.scoring.base import Truncated
+from headrace.scoring.weighted import metric_of, weighted_sum
 from headrace.telemetry.episodes import StoredEpisode, is_kept
 from headrace.telemetry.metrics import USER, users_keys
 from headrace.training.metrics import lag_histogram
@@ -191,8 +193,25 @@ class _Steps:
             self._findings.add(
                 RECORDS, episode.id, f"it ended at {episode.finished}, and began at {episode.started}"
             )
+        self._reward(episode)
         for law, what in self._outside.problems(item):
             self._findings.add(law, episode.id, what)
+
+    def _reward(self, episode: Episode) -> None:
+        """Against what the scorers gave, where there are several."""
+        weights = {one.called: one.weight for one in self._evidence.config.scorer.rewards}
+        if not weights:
+            return
+        given = {name: episode.metrics.get(metric_of(name)) for name in weights}
+        rewards = {name: reward for name, reward in given.items() if reward is not None}
+        lacking = weights.keys() - rewards.keys()
+        if lacking or episode.reward is None:
+            self._findings.add(RECORDS, episode.id, f"what {', '.join(sorted(lacking))} gave it is not recorded")
+            return
+        found = weighted_sum(weights, rewards)
+        if not abs(episode.reward - found) <= _CLOSE * (1 + abs(found)):
+            what = f"its reward is {episode.reward:.6g}, and what its scorers gave makes {found:.6g}"
+            self._findings.add(RECORDS, episode.id, what)
 
     # ── Rewards and advantages ───────────────────────────────────────────────────────────────────────────
 
@@ -228,16 +247,15 @@ class _Steps:
             )
             for items in members
         ]
-        recipe = self._training.algorithm.recipe
+        how = self._training.comparison
         if not groups:
             return
         try:
             if self._training.shuffle_rewards:
                 trained_at = next(iter(batch.rows.values())).trained_at or 0
                 groups = shuffle_rewards(groups, seed=self._seed + trained_at)
-                found = advantages(groups, baseline=recipe.baseline, scale=recipe.scale)
-            else:
-                found = advantages(groups, baseline=recipe.baseline, scale=recipe.scale, overlong=recipe.overlong)
+                how = how._replace(overlong=None)
+            found = compared(groups, how)
         except RecordError as error:
             self._findings.add(RECORDS, f"step {batch.step}", str(error))
             return
@@ -264,7 +282,7 @@ class _Steps:
             "staleness_max": max((row.trained_at or 0) - (row.low or 0) for row in rows),
         }
         if batch.whole:
-            expected |= _measured(batch)
+            expected |= _measured(batch, self._training.truncated)
             self._users_metrics(batch, line)
         self._findings.checked["metrics_lines"] += 1
         for name, value in expected.items():
@@ -342,7 +360,7 @@ def _light(item: StoredEpisode) -> StoredEpisode:
 _NONE = np.empty(0, np.int32)
 
 
-def _measured(batch: _Batch) -> dict[str, float]:
+def _measured(batch: _Batch, truncated: Truncated) -> dict[str, float]:
     """What a line of metrics says of a batch that is stored whole."""
     rewards = np.array([item.episode.reward for item in batch.episodes], np.float64)
     turns = [turn for item in batch.episodes for turn in item.episode.turns]
@@ -357,6 +375,7 @@ def _measured(batch: _Batch) -> dict[str, float]:
         "staleness_mean": float(together.mean()),
         "staleness_max": float(together.max(initial=0)),
         "zero_advantage_frac": float(np.mean([item.group not in moved for item in batch.episodes])),
+        "masked_frac": float(np.mean([is_masked(item.episode, truncated) for item in batch.episodes])),
         "version_spread_batch": float(np.ptp(together)),
         **_spread_of_turns(batch),
         **lag_histogram(together),

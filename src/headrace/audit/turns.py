@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, get_args, get_type_hints
 
+import msgspec
 import numpy as np
 
 from headrace.audit.findings import PROVENANCE, STALENESS
 from headrace.config.run import RunConfig
-from headrace.records import Episode, KvEvent, Turn
+from headrace.records import Episode, KvEvent, Sampling, Turn
+from headrace.rollout.asked import greedy
 from headrace.rollout.base import call_of, episode_seed
+from headrace.rollout.single_turn import SingleTurn
 
 _ROUNDING = 1e-4
 """A log-prob may be above 0 by this, and that of the only token of a support may differ from 0 by it."""
 _OF_THE_FOLDER = -1
 """Version of the weights that an engine loads from the model's folder."""
+SINGLE_TURN = f"{SingleTurn.__module__}:{SingleTurn.__qualname__}"
 _MOST_CALLS = 1 << 20
 """An episode asks its policy less often: seeds of its turns are of consecutive calls."""
 
@@ -40,6 +44,7 @@ class TurnRules:
         self._vocabulary = vocabulary
         self._bound = config.buffer.staleness_bound
         self._sampling = config.environment.sampling.sampling()
+        self._asks_nothing = config.environment.source == SINGLE_TURN
         self._adapter = config.adapter
         self._seed = config.seed
         self._engines = engine_names(config.engine.count)
@@ -99,8 +104,7 @@ class TurnRules:
             yield PROVENANCE, f"sampled by {turn.policy!r}, adapter {turn.adapter!r}, at {turn.engine!r}: no such"
         if turn.stop not in _STOPS:
             yield PROVENANCE, f"it stopped for {turn.stop!r}, and turns stop for {', '.join(_STOPS)}"
-        if turn.sampling != self._sampling and not _same(turn.sampling, self._sampling):
-            yield PROVENANCE, f"sampled with {turn.sampling}, and the run samples with {self._sampling}"
+        yield from self._sampled_with(turn)
         if not len(turn.tokens):
             return
         versions = turn.versions
@@ -112,6 +116,26 @@ class TurnRules:
             yield PROVENANCE, "a log-prob is not a log-probability"
         yield from self._lineage(turn, context)
         yield from _support(turn)
+
+    def _sampled_with(self, turn: Turn) -> Iterator[Problem]:
+        """The configuration's sampling, but for what the call asked for; the built-in environment asks for nothing.
+        That a call did ask is no more than a record here: recomputing tells whether log-probs and draws are so."""
+        known = Sampling.__struct_fields__
+        if any(name not in known for name in turn.asked):
+            yield PROVENANCE, f"its call asked for {turn.asked}, and sampling has {known}"
+            return
+        if turn.asked and self._asks_nothing:
+            yield PROVENANCE, f"its call asked for {turn.asked}, and the run's environment asks for nothing"
+            return
+        asked = {name: getattr(turn.sampling, name) for name in turn.asked}
+        if not all(isinstance(value, int | float) for value in asked.values()):
+            yield PROVENANCE, f"its call asked for what is no number: {asked}"
+            return
+        expected = msgspec.structs.replace(self._sampling, **asked)
+        if not _same(turn.sampling, expected):
+            yield PROVENANCE, f"sampled with {turn.sampling}, and the run samples with {expected}"
+        elif fault := greedy(asked) or turn.sampling.fault():
+            yield PROVENANCE, f"its call asked for what is refused: {fault[0]} (got {fault[1]})"
 
     def _lineage(self, turn: Turn, context: int) -> Iterator[Problem]:
         events = turn.lineage

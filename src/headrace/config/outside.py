@@ -27,7 +27,7 @@ from headrace.rollout.config import (
 from headrace.rollout.task_checks import checked_tasks
 from headrace.rollout.task_sources import jsonl_rows
 from headrace.rollout.task_tables import check_local, check_parquet
-from headrace.scoring.config import ScorerConfig
+from headrace.scoring.config import RewardConfig, ScorerConfig
 from headrace.training.adapter import bound_modules
 from headrace.training.config import LoraConfig
 
@@ -87,7 +87,10 @@ def _check_code(config: RunConfig) -> None:
     for name, given in config.evaluation.sets.items():
         _check_tasks(given.tasks, f"evaluation.sets.{name}.tasks", compares)
     _check_user_class(config.environment, "environment", "rollout", ("task", "policy"))
-    _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
+    if not config.scorer.rewards:
+        _check_user_class(config.scorer, "scorer", "score", ("task", "attempt"))
+    for number, reward in enumerate(config.scorer.rewards):
+        _check_user_class(reward, f"scorer.rewards.{number}", "score", ("task", "attempt"))
 
 
 def _check_template(config: RunConfig) -> None:
@@ -204,7 +207,7 @@ def _check_callable(source: str, key: str) -> Any:
 
 
 def _check_user_class(
-    room: EnvironmentConfig | ScorerConfig, key: str, method: str, arguments: tuple[str, ...]
+    room: EnvironmentConfig | ScorerConfig | RewardConfig, key: str, method: str, arguments: tuple[str, ...]
 ) -> None:
     """That an environment, or a scorer, can be made with its options and called with the arguments it will get."""
     found = _check_callable(room.source, f"{key}.source")

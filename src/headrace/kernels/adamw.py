@@ -22,8 +22,8 @@ PIECE = 16 * 1024
 """Elements of a program."""
 AT_ONCE = 2048
 """Elements of a turn of its loop."""
-_WIDTH = tl.constexpr(5)
-"""Of the table: where parameter, gradient, first and second moment are, and how many elements."""
+_WIDTH = tl.constexpr(6)
+"""Of the table: where parameter, gradient, first and second moment are, how many elements, whether they decay."""
 
 
 class AdamW:
@@ -35,13 +35,15 @@ class AdamW:
         gradients: Sequence[Tensor],
         firsts: Sequence[Tensor],
         seconds: Sequence[Tensor],
+        decays: Sequence[bool] | None = None,
     ):
-        """As many of each, in one order, each kind as in `possible`; `firsts` and `seconds` are the moments."""
+        """As many of each, in one order, each kind as in `possible`; `firsts` and `seconds` are the moments.
+        `decays` says of each parameter whether it has weight decay; None: all have."""
         kinds = parameters, gradients, firsts, seconds
         # Kept: the table has their addresses alone.
         self._tensors = [[tensor.detach() for tensor in kind] for kind in kinds]
         addresses = np.array([[tensor.data_ptr() for tensor in kind] for kind in kinds], np.int64)
-        rows = pieces(addresses, [parameter.numel() for parameter in parameters])
+        rows = pieces(addresses, [parameter.numel() for parameter in parameters], decays)
         self._table = torch.from_numpy(rows).to(parameters[0].device)
         self._aligned = not (addresses % ALIGN).any()
 
@@ -86,11 +88,14 @@ class AdamW:
             )
 
 
-def pieces(addresses: np.ndarray, sizes: Sequence[int]) -> np.ndarray:
-    """(pieces, `_WIDTH`), int64: the table, given the addresses (4, tensors) and the tensors' elements."""
+def pieces(addresses: np.ndarray, sizes: Sequence[int], decays: Sequence[bool] | None = None) -> np.ndarray:
+    """(pieces, `_WIDTH`), int64: the table, given the addresses (4, tensors), the tensors' elements and whether
+    they decay; None: all do."""
     item = torch.float32.itemsize
     plans = [plan(kind.tolist(), [item * size for size in sizes], item * PIECE) for kind in addresses]
-    return np.stack([*(one[:, 0] for one in plans), plans[0][:, 1] // item], axis=1).astype(np.int64)
+    counts = [-(-size // PIECE) for size in sizes]
+    decaying = np.repeat([True] * len(sizes) if decays is None else list(decays), counts)
+    return np.stack([*(one[:, 0] for one in plans), plans[0][:, 1] // item, decaying], axis=1).astype(np.int64)
 
 
 @triton.jit
@@ -104,6 +109,7 @@ def _adamw(
     first = tl.load(row + 2).to(tl.pointer_type(tl.float32))
     second = tl.load(row + 3).to(tl.pointer_type(tl.float32))
     count = tl.load(row + 4).to(tl.int32)
+    decay = decay * tl.load(row + 5).to(tl.float32)
     if ALIGNED:
         parameter, gradient = tl.multiple_of(parameter, 16), tl.multiple_of(gradient, 16)
         first, second = tl.multiple_of(first, 16), tl.multiple_of(second, 16)

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from headrace.models.exact_paged import InvariantContext
     from headrace.models.folder import check_folder, check_policy
     from headrace.models.fused import FusedOps
-    from headrace.models.io import load_model, random_model, refuse_non_finite, save_model
+    from headrace.models.io import load_model, random_model, refuse_non_finite, save_model, stored_dtype
     from headrace.models.joined import join, joined_names, side_by_side
     from headrace.models.logprobs import Support, token_logprobs
     from headrace.models.ops import Ops, ReferenceOps, Rotation
@@ -94,6 +94,7 @@ _HOME = {
     "random_model": "io",
     "refuse_non_finite": "io",
     "save_model": "io",
+    "stored_dtype": "io",
     "Support": "logprobs",
     "token_logprobs": "logprobs",
     "Ops": "ops",
@@ -152,6 +153,7 @@ __all__ = [
     "refuse_non_finite",
     "save_model",
     "side_by_side",
+    "stored_dtype",
     "to_float8",
     "token_logprobs",
     "upload",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 import torch
@@ -19,6 +21,7 @@ from headrace.models.folder import (
     SINGLE_FILE,
     check_folder,
     is_redundant,
+    stored_tensors,
     weight_files,
 )
 from headrace.models.ops import Ops
@@ -88,8 +91,11 @@ def save_model(
     config: ModelConfig,
     folder: str | Path,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> None:
     """Write config.json and the weights as safetensors, in shards with an index where one file is too big.
+    They are written in `dtype`; None: each in its own.
 
     Replaces a model saved in that folder before; other files there stay. config.json is written last, so a
     save that was cut short is refused by `check_folder`. A caller that needs the folder to appear whole or
@@ -112,18 +118,19 @@ def save_model(
     for shard in folder.glob("model-*-of-*.safetensors"):
         shard.unlink()
 
-    shards = _shards({name: state[name] for name in wanted}, max_shard_bytes)
+    sizes = {name: state[name].numel() * (dtype or state[name].dtype).itemsize for name in wanted}
+    shards = _shards(sizes, max_shard_bytes)
     file_of: dict[str, str] = {}
     for number, names in enumerate(shards, start=1):
         file = SINGLE_FILE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: state[name].detach().cpu().contiguous() for name in names}
+        tensors = {name: _written(name, state[name], dtype, file) for name in names}
         save_file(tensors, folder / file, metadata={"format": "pt"})
         file_of |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(state[name].nbytes for name in wanted)
+        total = sum(sizes.values())
         _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": file_of})
-    dtype = str(state[EMBEDDING].dtype).removeprefix("torch.")
-    written = config.with_extra(dtype=dtype).to_hf()
+    stated = str(dtype or state[EMBEDDING].dtype).removeprefix("torch.")
+    written = config.with_extra(dtype=stated).to_hf()
     written.pop("torch_dtype", None)  # the older name of the same key, now perhaps untrue
     _write_json(folder / CONFIG_FILE, written)
 
@@ -152,16 +159,35 @@ def _model_of(config: ModelConfig, state: dict[str, Tensor], ops: Ops | None) ->
     return model
 
 
-def _shards(state: Mapping[str, Tensor], max_bytes: int) -> list[list[str]]:
+def stored_dtype(folder: str | Path) -> torch.dtype:
+    """The type that most numbers of a folder's weights have; float32 where that is neither half-precision type."""
+    numbers: Counter[str] = Counter()
+    for tensor in stored_tensors(Path(folder)).values():
+        numbers[tensor.dtype] += prod(tensor.shape)
+    ((most, _),) = numbers.most_common(1) or [("F32", 0)]
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
+
+
+def _written(name: str, tensor: Tensor, dtype: torch.dtype | None, file: str) -> Tensor:
+    """Contiguous and on the CPU. Raises ModelFolderError for a number that the type does not reach."""
+    tensor = tensor.detach()
+    if dtype is None or tensor.dtype == dtype:
+        return tensor.cpu().contiguous()
+    cast = tensor.to("cpu", dtype).contiguous()
+    refuse_non_finite(name, cast, file)
+    return cast
+
+
+def _shards(sizes: Mapping[str, int], max_bytes: int) -> list[list[str]]:
     """Names in order, cut so that no shard exceeds `max_bytes` unless a single tensor does."""
     shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in state.items():
-        if shards[-1] and size + tensor.nbytes > max_bytes:
+    for name, own in sizes.items():
+        if shards[-1] and size + own > max_bytes:
             shards.append([])
             size = 0
         shards[-1].append(name)
-        size += tensor.nbytes
+        size += own
     return shards
 
 

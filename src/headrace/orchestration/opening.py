@@ -111,7 +111,10 @@ def with_references(given: Mapping[str, Any], definitions: Definitions) -> dict[
 
 
 def with_source(config: RunConfig, room: str, source: str) -> RunConfig:
-    return msgspec.structs.replace(config, **{room: msgspec.structs.replace(getattr(config, room), source=source)})
+    """The configuration with another environment or scorer, which takes the place of several scorers too."""
+    only: dict[str, Any] = {"rewards": ()} if room == "scorer" else {}
+    own = msgspec.structs.replace(getattr(config, room), source=source, **only)
+    return msgspec.structs.replace(config, **{room: own})
 
 
 def refuse_windows() -> None:

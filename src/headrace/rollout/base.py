@@ -41,6 +41,10 @@ class Policy(Protocol):
         hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
     ) -> Completion:
         """One turn. `prompt` is text, chat messages, or tokens.
 
@@ -48,6 +52,9 @@ class Policy(Protocol):
         comes between the two, if anything. With `at`, it continues only the completion's first `at` tokens: a
         fork, which may be taken many times. What is continued often is sampled with `hold`: the engine then keeps
         what it computed for it while the episode lasts and there is room, and a fork costs only new tokens.
+
+        Sampling parameters that are given take the place of the environment's, for this turn. They may not be
+        greedy (a temperature of 0): the turn is trained on.
         """
         ...
 

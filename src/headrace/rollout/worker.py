@@ -31,6 +31,7 @@ from headrace.errors import ConfigError, EpisodeFailure, InputError, ModelFolder
 from headrace.ipc import Failed, error_from_record, error_to_record
 from headrace.records import Episode, Record, Sampling, Task, Turn, message, text_before
 from headrace.references import made, resolve, spot_of
+from headrace.rollout.asked import Asked, checked
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
 from headrace.rollout.prompts import CHECKED_TASKS, check_prompt, prompt_tokens
@@ -53,6 +54,7 @@ class SampleCall(Record):
     hold: bool
     max_tokens: int
     stop_strings: tuple[str, ...]
+    asked: Asked = Asked()
 
 
 @message
@@ -211,16 +213,16 @@ class _WorkerPolicy:
         hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
         **unknown: Any,
     ) -> Completion:
         self._begun += 1
         if unknown:
-            what = (
-                "a turn's options are after, at, hold, max_tokens and stop; how it is sampled, its temperature say,"
-            )
-            raise SystemFailure(
-                "bad_request", f"{what} is environment.sampling of the configuration (got {', '.join(unknown)})"
-            )
+            what = "a turn's options are after, at, hold, max_tokens, stop, temperature, top_p, top_k and min_p"
+            raise SystemFailure("bad_request", f"{what} (got {', '.join(unknown)})")
         _check_options(prompt, after, max_tokens)
         self._exceeded = self._exceeded or self._waiting >= self._config.max_samples
         self.check()
@@ -236,6 +238,7 @@ class _WorkerPolicy:
             hold=bool(hold),
             max_tokens=self._config.max_tokens if max_tokens is None else int(max_tokens),
             stop_strings=(*self._config.stop_strings, *map(str, stop)),
+            asked=checked(temperature, top_p, top_k, min_p),
         )
         self._waiting += 1
         try:
@@ -401,7 +404,7 @@ class _Recorder:
             fork_at=fork_at,
             hold=call.hold,
             max_tokens=call.max_tokens,
-            sampling=self._sampling,
+            sampling=call.asked.over(self._sampling),
             stop_strings=call.stop_strings,
             seed=turn_seed(self._request.seed, next(self._calls)),
         )
@@ -419,6 +422,7 @@ class _Recorder:
             raise EpisodeFailure("abandoned")
         if call.hold:
             self._held[len(self.turns)] = request.id
+        turn = msgspec.structs.replace(turn, asked=tuple(call.asked.given))
         self.turns.append(self._as_continued(turn, call))
         turns = len(self.turns)
         return SampleReply(turn=turns - 1, tokens=turn.tokens, stop=turn.stop, stop_string=turn.stop_string)

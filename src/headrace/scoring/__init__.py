@@ -1,3 +1,3 @@
-from headrace.scoring.advantages import advantages as advantages_of
+from headrace.scoring.advantages import compared, is_masked
 
-__all__ = ["advantages_of"]
+__all__ = ["compared", "is_masked"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from headrace.records import Episode, Task
 
@@ -14,6 +14,21 @@ class Overlong(NamedTuple):
     limit: int
     buffer: int
     penalty: float
+
+
+Truncated = Literal["train", "exclude", "baseline_only"]
+
+
+class Comparison(NamedTuple):
+    """How rewards become advantages. The fields are the keywords of `advantages`, which explains them."""
+
+    baseline: Literal["group", "others", "none"] = "group"
+    scale: Literal["group", "batch", "none"] = "group"
+    over: Literal["episodes", "tokens"] = "episodes"
+    unbiased: bool = False
+    eps: float = 1e-6
+    truncated: Truncated = "train"
+    overlong: Overlong | None = None
 
 
 @dataclass(frozen=True)

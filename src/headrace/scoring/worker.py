@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import socket
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from headrace.bounds import SystemFailure, checked_metrics, text_of
-from headrace.errors import EpisodeFailure, quoted
+from headrace.bounds import checked_metrics
+from headrace.errors import EpisodeFailure
 from headrace.records import Episode, Record, Task, message, text_before
-from headrace.references import made, resolve
-from headrace.scoring.base import Attempt, AttemptTurn, Score
+from headrace.scoring.base import Attempt, AttemptTurn
 from headrace.scoring.config import ScorerConfig
+from headrace.scoring.weighted import open_scorer, scored
 from headrace.tokenizer import Tokenizer
-from headrace.workers import AskController, Pool, call_user, serve
-
-MAX_ABS_REWARD = 1e12
-"""Larger rewards are rejected: they are mistakes, and their advantages would overflow."""
+from headrace.workers import AskController, Pool, serve
 
 
 class ScoreTurn(Record):
@@ -55,18 +49,12 @@ def start(sock: socket.socket, options: dict[str, Any]) -> None:
 class _Scoring:
     def __init__(self, config: ScorerConfig, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        found: Any = resolve(config.source)
-        self._score: Callable[..., Any]
-        if inspect.isclass(found):
-            self._score = made(found, config.options, config.source, "scorer").score
-        else:
-            self._score = partial(found, **config.options) if config.options else found
+        self._score = open_scorer(config)
 
     async def handle(self, body: Any, ask: AskController) -> ScoreReply:
         assert isinstance(body, ScoreCall)
-        result = await call_user(self._score, body.task, self._attempt(body))
-        score = result if isinstance(result, Score) else Score(result)
-        return ScoreReply(reward=reward_of(score.reward), metrics=checked_metrics(score.metrics))
+        score = await scored(self._score, body.task, self._attempt(body))
+        return ScoreReply(reward=score.reward, metrics=checked_metrics(score.metrics))
 
     def _attempt(self, call: ScoreCall) -> Attempt:
         decode = self._tokenizer.decode
@@ -81,34 +69,6 @@ class _Scoring:
             for turn in call.turns
         ]
         return Attempt(turns=turns, metrics=call.metrics)
-
-
-def reward_of(value: Any) -> float:
-    """The number that a scorer gave: Python's, NumPy's, or a tensor with one element. All else is `bad_reward`."""
-    if value is None:
-        raise _bad_reward("None", "let every way through the scorer end with a `return`")
-    if inspect.isawaitable(value):
-        if inspect.iscoroutine(value):
-            value.close()
-        raise _bad_reward("a coroutine", "`await` it in the scorer, which may be an `async def`")
-    kind = type(value).__name__
-    if isinstance(value, str | bytes):
-        raise _bad_reward(f"a text, {quoted(value)}", "return float(…) of it")
-    if isinstance(value, dict | list | tuple | set):
-        example = "Score(reward, {name: number})" if isinstance(value, dict | tuple) else "one float"
-        raise _bad_reward(f"a {kind}, {quoted(value)}", f"return {example} for the attempt")
-    try:
-        reward = float(value)
-    except Exception as error:
-        raise _bad_reward(f"a {kind}: {text_of(error, 200)}", "return a float; of a tensor its .item()") from error
-    if not abs(reward) <= MAX_ABS_REWARD:
-        raise _bad_reward(str(reward), "look for a division by zero or a mistake in its scale")
-    return reward
-
-
-def _bad_reward(got: str, remedy: str) -> SystemFailure:
-    rule = f"a reward is a number of at most ±{MAX_ABS_REWARD:g}"
-    return SystemFailure("bad_reward", f"{rule} (got {got}); {remedy}")
 
 
 class WorkerScorers:

@@ -101,7 +101,7 @@ def _text(episode: Episode, decode: Decode | None) -> str | None:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    return {
+    written = {
         "context": turn.context.tolist(),
         "tokens": turn.tokens.tolist(),
         "logprobs": _floats(turn.logprobs),
@@ -119,6 +119,7 @@ def _turn(turn: Turn) -> dict[str, Any]:
         "adapter": turn.adapter,
         "engine": turn.engine,
     }
+    return written | {"asked": turn.asked} if turn.asked else written
 
 
 def _event(event: KvEvent) -> dict[str, Any]:
@@ -224,6 +225,7 @@ def _read_turn(turn: dict[str, Any]) -> Turn:
         policy=turn["policy"],
         adapter=turn["adapter"],
         engine=turn["engine"],
+        asked=tuple(turn.get("asked", ())),
     )
 
 

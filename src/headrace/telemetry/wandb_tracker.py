@@ -46,7 +46,7 @@ class WandbTracker:
             import wandb
 
             names = sorted({name for one in examples for name in one.metrics})
-            columns = [
+            columns: list[str | int] = [
                 *(name for name in Example._fields if name != "metrics"),
                 *(f"user/{name}" for name in names),
             ]

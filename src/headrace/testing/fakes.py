@@ -11,6 +11,7 @@ from typing import Any
 
 from headrace.ipc import BlockingChannel, Stop, error_to_record
 from headrace.records import Record, WeightVersion, message
+from headrace.rollout.asked import checked
 from headrace.rollout.base import Completion
 from headrace.simulator.engine import SimEngine
 from headrace.simulator.world import Costs, SimTrainer, World
@@ -34,10 +35,12 @@ async def staged(trainer: SimTrainer, version: WeightVersion) -> tuple[Manifest,
 
 
 class ScriptedPolicy:
-    """Gives the answers it was made with, one a turn, and keeps what it was asked in `asked`."""
+    """Gives the answers it was made with, one a turn. It keeps what it was asked in `asked`, and the sampling
+    parameters of each call in `sampling`."""
 
     def __init__(self, *answers: str):
         self.asked: list[Any] = []
+        self.sampling: list[dict[str, float]] = []
         self._answers = answers
 
     async def sample(
@@ -49,9 +52,14 @@ class ScriptedPolicy:
         hold: bool = False,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
     ) -> Completion:
         turn = len(self.asked)
         self.asked.append(prompt)
+        self.sampling.append(checked(temperature, top_p, top_k, min_p).given)
         return Completion(turn=turn, tokens=[], text=self._answers[turn], stop="end")
 
 

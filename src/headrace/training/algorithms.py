@@ -13,6 +13,7 @@ from headrace.scoring.base import Overlong
 Clip = Annotated[float, Meta(gt=0, lt=1)]
 ClipAbove = Annotated[float, Meta(gt=0)]
 Aggregate = Literal["token", "sequence"]
+StdEps = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Recipe(NamedTuple):
@@ -32,6 +33,12 @@ class Recipe(NamedTuple):
     overlong: Overlong | None = None
     resample: bool = False
     """Groups whose rewards are all equal are dropped, and others sampled in their place."""
+    over: Literal["episodes", "tokens"] = "episodes"
+    """What "batch" counts for its mean and standard deviation."""
+    unbiased_std: bool = False
+    """The standard deviation divides by n − 1."""
+    std_eps: float = 1e-6
+    """What is added to it."""
 
 
 def _scale(normalise_std: bool) -> Literal["group", "none"]:
@@ -47,12 +54,23 @@ class GrpoConfig(Config, tag="grpo", tag_field="type"):
     """The ratio is clipped above at 1 + clip_high."""
     normalise_std: bool = True
     """Divide a group's centred rewards by their standard deviation."""
+    unbiased_std: bool = False
+    """The standard deviation divides by n − 1 instead of n."""
+    std_eps: StdEps = 1e-6
+    """Added to the standard deviation that is divided by."""
     aggregate: Aggregate = "token"
     """`token`: mean over the batch's tokens. `sequence`: mean over sequences of each one's mean."""
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe("group", _scale(self.normalise_std), (self.clip_low, self.clip_high), self.aggregate)
+        return Recipe(
+            "group",
+            _scale(self.normalise_std),
+            (self.clip_low, self.clip_high),
+            self.aggregate,
+            unbiased_std=self.unbiased_std,
+            std_eps=self.std_eps,
+        )
 
 
 class DrGrpoConfig(Config, tag="dr_grpo", tag_field="type"):
@@ -85,12 +103,24 @@ class ReinforcePlusPlusConfig(Config, tag="reinforce++", tag_field="type"):
     clip_high: ClipAbove = 0.2
     group_baseline: bool = True
     """Subtract the group's mean first."""
+    whiten: Literal["episodes", "tokens"] = "episodes"
+    """What the batch's mean and standard deviation count: each episode once, or once for each of its tokens."""
+    unbiased_std: bool = False
+    std_eps: StdEps = 1e-6
     aggregate: Aggregate = "token"
 
     @property
     def recipe(self) -> Recipe:
         baseline: Literal["group", "none"] = "group" if self.group_baseline else "none"
-        return Recipe(baseline, "batch", (self.clip_low, self.clip_high), self.aggregate)
+        return Recipe(
+            baseline,
+            "batch",
+            (self.clip_low, self.clip_high),
+            self.aggregate,
+            over=self.whiten,
+            unbiased_std=self.unbiased_std,
+            std_eps=self.std_eps,
+        )
 
 
 class DapoConfig(Config, tag="dapo", tag_field="type"):
@@ -99,6 +129,8 @@ class DapoConfig(Config, tag="dapo", tag_field="type"):
     clip_low: Clip = 0.2
     clip_high: ClipAbove = 0.28
     normalise_std: bool = True
+    unbiased_std: bool = False
+    std_eps: StdEps = 1e-6
     resample: bool = True
     """Dynamic sampling: groups whose rewards are all equal teach nothing, and others are sampled in their place."""
     overlong_limit: Annotated[int, Meta(ge=1)] | None = None
@@ -124,7 +156,15 @@ class DapoConfig(Config, tag="dapo", tag_field="type"):
             else Overlong(self.overlong_limit, self.overlong_buffer, self.overlong_penalty)
         )
         clip = self.clip_low, self.clip_high
-        return Recipe("group", _scale(self.normalise_std), clip, overlong=overlong, resample=self.resample)
+        return Recipe(
+            "group",
+            _scale(self.normalise_std),
+            clip,
+            overlong=overlong,
+            resample=self.resample,
+            unbiased_std=self.unbiased_std,
+            std_eps=self.std_eps,
+        )
 
 
 class GspoConfig(Config, tag="gspo", tag_field="type"):
@@ -133,12 +173,20 @@ class GspoConfig(Config, tag="gspo", tag_field="type"):
     clip_low: Clip = 3e-4
     clip_high: ClipAbove = 4e-4
     normalise_std: bool = True
+    unbiased_std: bool = False
+    std_eps: StdEps = 1e-6
     aggregate: Aggregate = "sequence"
 
     @property
     def recipe(self) -> Recipe:
         return Recipe(
-            "group", _scale(self.normalise_std), (self.clip_low, self.clip_high), self.aggregate, ratio="sequence"
+            "group",
+            _scale(self.normalise_std),
+            (self.clip_low, self.clip_high),
+            self.aggregate,
+            ratio="sequence",
+            unbiased_std=self.unbiased_std,
+            std_eps=self.std_eps,
         )
 
 
@@ -149,11 +197,23 @@ class PpoConfig(Config, tag="ppo", tag_field="type"):
     clip_high: ClipAbove = 0.2
     dual_clip: Annotated[float, Meta(gt=1)] | None = None
     """With a negative advantage the objective is held above this many times it. None: it is not."""
+    whiten: Literal["episodes", "tokens"] = "episodes"
+    unbiased_std: bool = False
+    std_eps: StdEps = 1e-6
     aggregate: Aggregate = "token"
 
     @property
     def recipe(self) -> Recipe:
-        return Recipe("none", "batch", (self.clip_low, self.clip_high), self.aggregate, dual_clip=self.dual_clip)
+        return Recipe(
+            "none",
+            "batch",
+            (self.clip_low, self.clip_high),
+            self.aggregate,
+            dual_clip=self.dual_clip,
+            over=self.whiten,
+            unbiased_std=self.unbiased_std,
+            std_eps=self.std_eps,
+        )
 
 
 Algorithm = GrpoConfig | DrGrpoConfig | RlooConfig | ReinforcePlusPlusConfig | DapoConfig | GspoConfig | PpoConfig

@@ -8,10 +8,12 @@ from msgspec import Meta
 
 from headrace.config.base import Config
 from headrace.errors import ConfigError
+from headrace.scoring.base import Comparison, Truncated
 from headrace.training.algorithms import Algorithm, GrpoConfig
 from headrace.training.correction_config import Correction, KimiConfig, check_corrections
 
 KlEstimator = Literal["k1", "k2", "k3"]
+Undecayed = Literal["norms", "biases", "embeddings"]
 
 
 class OptimizerConfig(Config):
@@ -21,10 +23,13 @@ class OptimizerConfig(Config):
     betas: tuple[Annotated[float, Meta(ge=0, lt=1)], Annotated[float, Meta(ge=0, lt=1)]] = (0.9, 0.95)
     eps: Annotated[float, Meta(gt=0)] = 1e-8
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    no_decay: tuple[Undecayed, ...] = ("norms", "biases", "embeddings")
+    """The kinds of parameters that weight decay leaves alone. A head that is tied to the embedding is one with it,
+    a head of its own decays. An empty array: all decay. An adapter's two matrices always do."""
     max_grad_norm: Annotated[float, Meta(gt=0)] = 1.0
     """The gradient's norm is clipped to this."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
-    """Steps of linear rise from 0 to `learning_rate`."""
+    """Steps of linear rise to `learning_rate`: of w, the first has a w-th of it and the w-th all of it."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the rate falls after the rise, over `training.steps`. A run that is resumed with more steps goes on at
     the rate that a run of so many would have there."""
@@ -117,6 +122,11 @@ class TrainingConfig(Config):
     shuffle_rewards: bool = False
     """A control experiment: permute the rewards among a batch's episodes, so that they teach nothing. Records keep
     each episode's own."""
+    truncated: Truncated = "train"
+    """What is done with an episode whose last turn was cut at its most tokens. `train`: as with any other.
+    `exclude`: its tokens are left out of the loss, and its reward is compared with no other. `baseline_only`: its
+    tokens are left out, and its reward counts in what the others' are compared with. The ledger has it trained in
+    any case."""
     epochs: Annotated[int, Meta(ge=1)] = 1
     """How often a batch is trained on."""
     minibatches: Annotated[int, Meta(ge=1)] = 1
@@ -149,6 +159,9 @@ class TrainingConfig(Config):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Type of forward and backward; `auto` as `engine.dtype`. The parameters that the optimizer keeps are float32.
     With `lora`, also of the frozen weights, which there are once."""
+    export_dtype: Literal["model", "float32", "bfloat16"] = "model"
+    """Type of the weights in checkpoints/final and checkpoints/best, and of the adapter beside them. `model`: that
+    of the folder that training began with. Checkpoints to go on from are float32 in any case."""
     numerics: Literal["fast", "exact"] = "fast"
     """`exact`: log-probs are the bits that an engine with `engine.numerics = "exact"`, the same dtype and the same
     kind of device recorded, wherever one version sampled all that is seen. Prefixes are then not shared."""
@@ -166,6 +179,14 @@ class TrainingConfig(Config):
     def shares_prefixes(self) -> bool:
         """Whether they are: only the native back end does, and not where bits count."""
         return self.share_prefixes and self.backend == "native" and self.numerics == "fast"
+
+    @property
+    def comparison(self) -> Comparison:
+        """How rewards become advantages."""
+        how = self.algorithm.recipe
+        return Comparison(
+            how.baseline, how.scale, how.over, how.unbiased_std, how.std_eps, self.truncated, how.overlong
+        )
 
     @property
     def learns_from_rewards(self) -> bool:

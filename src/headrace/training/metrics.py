@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from itertools import pairwise
 
 import numpy as np
@@ -13,8 +14,18 @@ LAG_BINS = (0, 1, 2, 4, 8, 16)
 """Where each begins, in versions."""
 
 
-def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str = "policy") -> dict[str, float]:
-    """Rewards, lengths and versions. Means are over what the name says: episodes, turns or trained tokens."""
+def batch_metrics(
+    batch: Batch,
+    sequences: list[TrainingSequence],
+    policy: str = "policy",
+    *,
+    masked: Collection[str] = (),
+) -> dict[str, float]:
+    """Rewards, lengths and versions. Means are over what the name says: episodes, turns or tokens.
+
+    Tokens are all that the step consumed, as the ledger counts them: also those of `masked` episodes, given by
+    their ids, which are out of the loss.
+    """
     episodes = list(batch.episodes)
     turns = [turn for episode in episodes for turn in episode.turns if turn.policy == policy]
     rewards = np.array([episode.reward for episode in episodes if episode.reward is not None], np.float64)
@@ -31,6 +42,7 @@ def batch_metrics(batch: Batch, sequences: list[TrainingSequence], policy: str =
         "zero_advantage_frac": _zero_advantage_frac(batch),
         "length_mean": _mean([sum(len(turn.tokens) for turn in episode.turns) for episode in episodes]),
         "truncated_frac": _mean([turn.stop == "length" for turn in turns]),
+        "masked_frac": _mean([episode.id in masked for episode in episodes]),
         "tokens_trained": float(sum(sequence.num_trained for sequence in sequences)),
         "groups_trained": float(len(batch.groups)),
         "staleness_mean": _mean(lags),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from headrace.training.config import OptimizerConfig
+from headrace.training.config import OptimizerConfig, Undecayed
 
 if TYPE_CHECKING:
     from headrace.kernels.adamw import AdamW
@@ -37,15 +37,38 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     return config.learning_rate * (config.final_fraction + (1 - config.final_fraction) * left)
 
 
+def undecayed(
+    parameters: Mapping[str, Tensor], embeddings: Collection[str], spared: Collection[Undecayed]
+) -> set[str]:
+    """The names of the parameters that have no weight decay.
+
+    Each is of one kind. An embedding is one of `embeddings`, also where it is the output head too. A bias is called
+    so. What else has one dimension, such as the scale of a norm, counts as a norm. All others always decay.
+    """
+
+    def kind(name: str, parameter: Tensor) -> Undecayed | None:
+        if name in embeddings:
+            return "embeddings"
+        if name.endswith("bias"):
+            return "biases"
+        return "norms" if parameter.ndim < 2 else None
+
+    return {name for name, parameter in parameters.items() if kind(name, parameter) in spared}
+
+
 class Optimizer:
     """AdamW over those of the named float32 parameters that want gradients. These exist from the beginning and are
     added to in place."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], config: OptimizerConfig):
+    def __init__(
+        self, parameters: Mapping[str, Parameter], config: OptimizerConfig, *, undecayed: Collection[str] = ()
+    ):
+        """`undecayed`: names of those that have no weight decay."""
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
         for parameter in self._parameters.values():
             parameter.grad = torch.zeros_like(parameter)
-        self._adamw = _adamw(list(self._parameters.values()), config)
+        decays = [name not in undecayed for name in self._parameters]
+        self._adamw = _adamw(list(self._parameters.values()), config, decays)
         self._norm: Tensor | None = None
 
     def norm(self) -> Tensor:
@@ -96,15 +119,19 @@ class Optimizer:
 class _Torch:
     """torch's own, wherever the parameters are."""
 
-    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig):
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, decays: Sequence[bool]):
         self._parameters = parameters
         self._max_norm = config.max_grad_norm
+        groups = [
+            {"params": members, "weight_decay": weight_decay}
+            for flag, weight_decay in ((True, config.weight_decay), (False, 0.0))
+            if (members := [p for p, decays_too in zip(parameters, decays, strict=True) if decays_too is flag])
+        ]
         self._adamw = torch.optim.AdamW(
-            parameters,
+            groups,
             lr=config.learning_rate,
             betas=config.betas,
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
 
@@ -129,8 +156,9 @@ class _Torch:
 class _Kernel:
     """The same in one launch, by `kernels.adamw`."""
 
-    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig):
+    def __init__(self, parameters: Sequence[Parameter], config: OptimizerConfig, decays: Sequence[bool]):
         self._parameters, self._config = parameters, config
+        self._decays = dict(zip(parameters, decays, strict=True))
         self._adamw: AdamW | None = None
         self._gradients: list[Tensor] = []
         self.load({})
@@ -171,16 +199,18 @@ class _Kernel:
 
         if not self._moments:
             self._moments = {p: [torch.zeros_like(p) for _ in _MOMENTS] for p in self._parameters}
-        return AdamW(list(self._moments), self._gradients, *zip(*self._moments.values(), strict=True))
+        firsts, seconds = zip(*(self._moments[parameter] for parameter in self._parameters), strict=True)
+        decays = [self._decays[parameter] for parameter in self._parameters]
+        return AdamW(self._parameters, self._gradients, firsts, seconds, decays)
 
 
-def _adamw(parameters: Sequence[Parameter], config: OptimizerConfig) -> _Torch | _Kernel:
+def _adamw(parameters: Sequence[Parameter], config: OptimizerConfig, decays: Sequence[bool]) -> _Torch | _Kernel:
     if all(parameter.is_cuda for parameter in parameters):
         from headrace.kernels.adamw import AdamW
 
         if AdamW.possible(parameters):
-            return _Kernel(parameters, config)
-    return _Torch(parameters, config)
+            return _Kernel(parameters, config, decays)
+    return _Torch(parameters, config, decays)
 
 
 def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

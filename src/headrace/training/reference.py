@@ -11,7 +11,7 @@ from torch import Tensor
 
 from headrace.errors import ConfigError
 from headrace.records import Batch
-from headrace.scoring import advantages_of
+from headrace.scoring import compared
 from headrace.training.backends.base import Backend, open_backend
 from headrace.training.config import ReferenceConfig, TrainingConfig
 from headrace.training.losses.kl import kl_estimate
@@ -63,8 +63,7 @@ def with_prices(
         )
         for group in batch.groups
     ]
-    how = config.algorithm.recipe
-    found = advantages_of(less, baseline=how.baseline, scale=how.scale, overlong=how.overlong)
+    found = compared(less, config.comparison)
     by_episode = dict(zip(price, found.tolist(), strict=True))
     moved = [sequence._replace(advantage=by_episode[sequence.episode]) for sequence in sequences]
     return msgspec.structs.replace(batch, advantages=found), moved

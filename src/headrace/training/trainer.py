@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from headrace.errors import HeadraceError, LawBroken, RunFolderError
-from headrace.models import divergences
+from headrace.models import divergences, stored_dtype
 from headrace.records import Batch
+from headrace.scoring import is_masked
 from headrace.sync.base import AdapterSpec
 from headrace.training import checkpoint, random_state
 from headrace.training.adapter import adapter_spec
@@ -32,7 +33,7 @@ from headrace.training.host_memory import keep_freed_memory
 from headrace.training.losses.columns import Columns, Units
 from headrace.training.losses.policy import normaliser, policy_loss
 from headrace.training.metrics import batch_metrics
-from headrace.training.optimizer import Optimizer, learning_rate
+from headrace.training.optimizer import Optimizer, learning_rate, undecayed
 from headrace.training.packing import (
     Packed,
     TrainingSequence,
@@ -76,9 +77,13 @@ class LocalTrainer:
         self._mismatch = NEVER_SEEN
         self._max_staleness = max_staleness
         self._backend = open_backend(model, config, seed=seed)
+        chosen = config.export_dtype
+        self._export_dtype = stored_dtype(model) if chosen == "model" else getattr(torch, chosen)
         if self._backend.device.type == "cpu":
             keep_freed_memory()
-        self._optimizer = Optimizer(self._backend.parameters(), config.optimizer)
+        parameters = self._backend.parameters()
+        spared = undecayed(parameters, self._backend.embeddings(), config.optimizer.no_decay)
+        self._optimizer = Optimizer(parameters, config.optimizer, undecayed=spared)
         self._teacher = open_teacher(config, self._backend)
         self._reference = None if config.reference is None else Reference(config, self._backend, model=model)
 
@@ -111,7 +116,9 @@ class LocalTrainer:
         if self._teacher is not None:
             self._teacher.advance(self.step, self.version)
         config = self._config
-        batch, sequences = self._with_signals(batch, training_sequences(batch))
+        consumed = training_sequences(batch)
+        masked = {episode.id for episode in batch.episodes if is_masked(episode, config.truncated)}
+        batch, sequences = self._with_signals(batch, consumed, masked)
         updates = [
             part
             for epoch in range(config.epochs)
@@ -129,24 +136,28 @@ class LocalTrainer:
             norms.append(grad_norm)
         self.step += 1
         self._mismatch = self._mismatch.after(totals[0])
-        metrics = batch_metrics(batch, sequences) | step_metrics(totals, self._mismatch)
+        metrics = batch_metrics(batch, consumed, masked=masked) | step_metrics(totals, self._mismatch)
         metrics |= {"grad_norm": sum(norms) / len(norms), "learning_rate": rate}
         seconds = time.perf_counter() - began
         teacher = None if self._teacher is None else self._teacher.version
         return StepReport(step=batch.step, version=self.version, metrics=metrics, seconds=seconds, teacher=teacher)
 
     def _with_signals(
-        self, batch: Batch, sequences: list[TrainingSequence]
+        self, batch: Batch, sequences: list[TrainingSequence], masked: Collection[str]
     ) -> tuple[Batch, list[TrainingSequence]]:
-        """With what is known of tokens before the first update: the reference's log-probs, or their price in the
-        rewards, and the policy's own."""
+        """Without the episodes `masked`, and with what is known of tokens before the first update: the reference's
+        log-probs, or their price in the rewards, and the policy's own."""
         config = self._config
+        # The price of a masked episode's tokens is part of what the others are compared with.
+        if self._reference is None or self._pays_in_loss:
+            sequences = [one for one in sequences if one.episode not in masked]
         if self._reference is not None:
             found = self._score(sequences, self._reference.logprobs)
             sequences = [one._replace(reference=column) for one, column in zip(sequences, found, strict=True)]
             # In a control experiment nothing is to be learned, and the price would teach.
             if not self._pays_in_loss and not config.shuffle_rewards:
                 batch, sequences = with_prices(batch, sequences, config)
+            sequences = [one for one in sequences if one.episode not in masked]
         if config.epochs * config.minibatches > 1 and wants_proximal(config.corrections):
             found = self._score(sequences, lambda packed: self._backend.token_logprobs(packed)[0])
             sequences = [one._replace(proximal=column) for one, column in zip(sequences, found, strict=True)]
@@ -310,11 +321,11 @@ class LocalTrainer:
         return saved.state
 
     def export(self, folder: str | Path) -> None:
-        """Write the weights as a Hugging Face folder that appears whole or not. An adapter is merged into them, and
-        in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` loads it."""
+        """Write the weights, in `training.export_dtype`, as a Hugging Face folder that appears whole or not. An
+        adapter is merged into them, and in the subfolder adapter/ as PEFT's `PeftModel.from_pretrained` has it."""
         self._check_whole()
         with checkpoint.disk_told(folder, "a model"), checkpoint.whole_folder(folder) as temporary:
-            self._backend.save_hf(temporary)
+            self._backend.save_hf(temporary, self._export_dtype)
 
     def keep(self, version: int, file: str | Path) -> None:
         """Write the weights, which must be `version`, to one safetensors file that appears whole or not."""

@@ -213,12 +213,12 @@ def _reward_of_another(patch: pytest.MonkeyPatch) -> None:
 
 def _advantages_of_another_group(patch: pytest.MonkeyPatch) -> None:
     """Each group is trained with the advantages of the one before it."""
-    found = headrace.pipeline.advantages
+    found = headrace.pipeline.compared
 
-    def rolled(groups: Any, **how: Any) -> np.ndarray:
-        return np.roll(found(groups, **how), len(groups[-1].episodes))
+    def rolled(groups: Any, how: Any) -> np.ndarray:
+        return np.roll(found(groups, how), len(groups[-1].episodes))
 
-    patch.setattr(headrace.pipeline, "advantages", rolled)
+    patch.setattr(headrace.pipeline, "compared", rolled)
 
 
 def _trained_twice(patch: pytest.MonkeyPatch) -> None:

@@ -68,6 +68,11 @@ def _wide(turn: Line) -> bool:
     return any(len(row) > 1 for row in support_rows(turn))
 
 
+def _asked(turn: Line) -> None:
+    turn["sampling"]["temperature"] = 0.7
+    turn["asked"] = ["temperature"]
+
+
 def _routes(turn: Line) -> None:
     count = len(turn["tokens"])
     turn["routes"] = {
@@ -119,6 +124,12 @@ SAMPLING = [
         True,
     ),
     Tampering("routes of experts that the model has not", on_turn(_routes), True),
+    Tampering(
+        "another temperature, called the call's own, where calls ask for nothing",
+        on_turn(_asked),
+        False,
+        "plain",
+    ),
 ]
 
 

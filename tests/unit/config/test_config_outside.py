@@ -137,6 +137,8 @@ def test_environment_scorer_and_task_references_name_their_key(project: Path) ->
     scorer = refusal(project, "scorer.source=reward.py:reward")
     assert scorer.rule.startswith("scorer.source: ")
     assert str(project.parent / "reward.py") in (scorer.remedy or "")
+    rewards = refusal(project, 'scorer.rewards=[{source="os:sep"}]')
+    assert rewards.rule == "scorer.rewards.0.source names a class or a function"
     tasks = refusal(project, 'tasks={type="python", source="os:no_such"}')
     assert tasks.rule.startswith("tasks.source: ")
 

@@ -22,7 +22,7 @@ def draw(size: int, seed: int) -> torch.Tensor:
 class Pair:
     """The same parameters twice: updated by the kernel, and by torch one after another."""
 
-    def __init__(self, sizes: list[int], *, shift: int = 0, **how: Any):
+    def __init__(self, sizes: list[int], *, shift: int = 0, decays: list[bool] | None = None, **how: Any):
         self.how = HOW | how
         # Four blocks, one for each kind; between tensors lie elements that are nobody's.
         block = [torch.full((sum(sizes) + 8 * len(sizes) + shift,), 0.5, device=DEVICE) for _ in range(4)]
@@ -39,8 +39,12 @@ class Pair:
             for other in tensors[1:]:
                 other.zero_()
         self.expected = [torch.nn.Parameter(tensor.clone()) for tensor in self.kinds[0]]
-        self.torch = torch.optim.AdamW(self.expected, foreach=False, fused=False, **self.how)
-        self.kernel = AdamW(*self.kinds)
+        groups = [
+            {"params": [parameter], "weight_decay": self.how["weight_decay"] * flag}
+            for parameter, flag in zip(self.expected, decays or [True] * len(sizes), strict=True)
+        ]
+        self.torch = torch.optim.AdamW(groups, foreach=False, fused=False, **self.how)
+        self.kernel = AdamW(*self.kinds, decays)
 
     def step(self, number: int, rate: float, max_norm: float) -> None:
         for seed, (gradient, parameter) in enumerate(zip(self.kinds[1], self.expected, strict=True)):
@@ -49,7 +53,8 @@ class Pair:
         norm = torch.nn.utils.get_total_norm(self.kinds[1])
         self.kernel.step(number, norm, rate=rate, max_norm=max_norm, **self.how)
         torch.nn.utils.clip_grad_norm_(self.expected, max_norm)
-        self.torch.param_groups[0]["lr"] = rate
+        for group in self.torch.param_groups:
+            group["lr"] = rate
         self.torch.step()
 
     def check(self, moved: float) -> None:
@@ -74,6 +79,13 @@ def test_several_steps_are_torchs(max_norm: float, weight_decay: float) -> None:
     pair = Pair(SIZES, weight_decay=weight_decay)
     for number, rate in enumerate((0.01, 0.02, 0.005, 0.01), start=1):
         pair.step(number, rate, max_norm)
+        pair.check(moved=0.02 * number)
+
+
+def test_only_parameters_that_are_to_decay_do() -> None:
+    pair = Pair(SIZES, weight_decay=3.0, decays=[i % 2 == 0 for i in range(len(SIZES))])
+    for number, rate in enumerate((0.01, 0.02, 0.005), start=1):
+        pair.step(number, rate, 1e6)
         pair.check(moved=0.02 * number)
 
 
@@ -113,9 +125,10 @@ def test_tensors_without_elements_take_no_launch() -> None:
 def test_pieces_of_tensors_with_more_elements_than_32_bits_count() -> None:
     bases = [[2**46], [2**45], [2**44], [2**43]]
     table = pieces(np.array(bases, np.int64), [2**32 + 5])
-    assert table.shape == (2**32 // adamw.PIECE + 1, 5)
-    assert table[0].tolist() == [2**46, 2**45, 2**44, 2**43, adamw.PIECE]
-    assert table[-1].tolist() == [base + 4 * 2**32 for (base,) in bases] + [5]
+    assert table.shape == (2**32 // adamw.PIECE + 1, 6)
+    assert table[0].tolist() == [2**46, 2**45, 2**44, 2**43, adamw.PIECE, 1]
+    assert table[-1].tolist() == [base + 4 * 2**32 for (base,) in bases] + [5, 1]
+    assert not pieces(np.array(bases, np.int64), [2**32 + 5], [False])[:, 5].any()
     assert table[:, 4].sum() == 2**32 + 5
 
 

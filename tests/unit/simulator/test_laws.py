@@ -128,6 +128,34 @@ def test_groups_that_teach_nothing_are_sampled_anew_and_counted():
     assert violations(outcome) == []
 
 
+def test_a_group_that_only_its_truncated_episodes_tell_apart_is_sampled_anew():
+    """Every other episode was cut and is left out: of a group of four, two are compared."""
+
+    def tamper(parts: Parts) -> None:
+        score = parts.scorers.score
+
+        async def cut(episode):
+            scored = await score(episode)
+            stop = "length" if int(episode.id[-1]) % 2 else "stop"
+            return scored.with_(turns=tuple(msgspec.structs.replace(turn, stop=stop) for turn in scored.turns))
+
+        parts.scorers.score = cut
+
+    training = msgspec.structs.replace(RESAMPLING.training, group_size=4, min_group=4, truncated="exclude")
+    outcome = simulate(msgspec.structs.replace(RESAMPLING, training=training), Costs(), seed=5, tamper=tamper)
+    batches = [batch for batch, _ in outcome.world.batches]
+    groups = [group for batch in batches for group in batch.groups]
+    assert len(groups) == 24
+    assert all(len({e.reward for e in group.episodes if e.turns[-1].stop == "end"}) == 2 for group in groups)
+    for batch in batches:
+        for episode, advantage in zip(batch.episodes, batch.advantages.tolist(), strict=True):
+            assert (advantage == 0) == (episode.turns[-1].stop == "length")
+    sums = outcome.world.ledger.sums()
+    assert sums["trained"] == 96, "also those that were left out of the loss"
+    assert sums["dropped"]["equal_rewards"] > 20
+    assert violations(outcome) == []
+
+
 def test_a_run_without_anything_to_learn_ends_with_the_reason():
     """After some steps; these are not lost."""
     worlds = []

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMIT = 20.0
-EPSILON = 1e-6
 WEIGHING = ("tis", "mis", "cispo", "topr", "decoupled")
 
 
@@ -66,15 +65,19 @@ def advantages(
             for pair in zip(groups, lengths, strict=True)
         ]
     if kind in ("grpo", "dapo", "gspo"):
-        return _flat([_standardised(g) if algorithm["normalise_std"] else _centred(g) for g in groups])
+        return _flat([_standardised(g, algorithm) if algorithm["normalise_std"] else _centred(g) for g in groups])
     if kind == "dr_grpo":
         return _flat([_centred(g) for g in groups])
     if kind == "rloo":
         return _flat([_leave_one_out(g) for g in groups])
-    if kind == "reinforce++":
-        return _standardised(_flat([_centred(g) if algorithm["group_baseline"] else g for g in groups]))
-    if kind == "ppo":
-        return _standardised(_flat(groups))
+    if kind in ("reinforce++", "ppo"):
+        based = kind == "reinforce++" and algorithm["group_baseline"]
+        values = _flat([_centred(g) if based else g for g in groups])
+        if algorithm["whiten"] == "episodes":
+            return _standardised(values, algorithm)
+        if lengths is None:
+            raise ValueError("whitening over tokens needs the episodes' lengths: pass `lengths`")
+        return _whitened_by_tokens(values, [n for group in lengths for n in group], algorithm)
     raise ValueError(f"unknown algorithm {kind!r}")
 
 
@@ -302,10 +305,22 @@ def _centred(values: list[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def _standardised(values: list[float]) -> list[float]:
+def _standardised(values: list[float], algorithm: dict[str, Any]) -> list[float]:
     centred = _centred(values)
-    deviation = math.sqrt(sum(x * x for x in centred) / len(centred))
-    return [x / (deviation + EPSILON) for x in centred]
+    count = max(1, len(centred) - algorithm["unbiased_std"])
+    deviation = math.sqrt(sum(x * x for x in centred) / count)
+    return [x / (deviation + algorithm["std_eps"]) for x in centred]
+
+
+def _whitened_by_tokens(values: list[float], lengths: list[int], algorithm: dict[str, Any]) -> list[float]:
+    """Each value as often as its episode has tokens; then as if every token were an episode."""
+    tokens = [(i, values[i]) for i, length in enumerate(lengths) for _ in range(length)]
+    if len({value for _, value in tokens}) < 2:
+        return [0.0] * len(values)
+    mean = math.fsum(value for _, value in tokens) / len(tokens)
+    squares = math.fsum((value - mean) ** 2 for _, value in tokens)
+    deviation = math.sqrt(squares / (len(tokens) - algorithm["unbiased_std"]))
+    return [(value - mean) / (deviation + algorithm["std_eps"]) for value in values]
 
 
 def _leave_one_out(values: list[float]) -> list[float]:

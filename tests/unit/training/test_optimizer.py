@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from headrace.training.config import OptimizerConfig
-from headrace.training.optimizer import Optimizer, _Kernel, _Torch, learning_rate
+from headrace.training.optimizer import Optimizer, _Kernel, _Torch, learning_rate, undecayed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -52,6 +52,87 @@ def test_updates_equal_adamw_computed_by_hand() -> None:
     np.testing.assert_allclose(parameter.detach(), weight, rtol=1e-5)
     assert parameter.grad is not None
     assert not parameter.grad.any()
+
+
+@pytest.mark.parametrize("way", [_Torch, _Kernel])
+def test_updates_in_groups_are_those_of_torch_with_groups(way: type[_Torch] | type[_Kernel]) -> None:
+    config = OptimizerConfig(weight_decay=0.5, max_grad_norm=0.7)
+    values = drawn(0)
+    ours = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+    theirs = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
+    optimizer = Optimizer(ours, config, undecayed={"vector", "number"})
+    optimizer._adamw = way(list(ours.values()), config, [True, False, False])
+    expected = torch.optim.AdamW(
+        [
+            {"params": [theirs["matrix"]], "weight_decay": 0.5},
+            {"params": [theirs["vector"], theirs["number"]], "weight_decay": 0.0},
+        ],
+        betas=config.betas,
+        eps=config.eps,
+    )
+    for step in range(1, 5):
+        for name, gradient in drawn(step).items():
+            ours[name].grad.copy_(gradient)  # type: ignore[union-attr]
+            theirs[name].grad = gradient.clone()
+        torch.nn.utils.clip_grad_norm_(theirs.values(), 0.7)
+        for group in expected.param_groups:
+            group["lr"] = 0.01
+        expected.step()
+        optimizer.step(0.01)
+    for name, parameter in ours.items():
+        torch.testing.assert_close(parameter, theirs[name], rtol=2e-6, atol=2e-8, msg=name)
+
+
+def test_without_gradients_only_what_decays_shrinks() -> None:
+    parameters = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in ("decays", "stays")}
+    optimizer = Optimizer(parameters, OptimizerConfig(weight_decay=0.5), undecayed={"stays"})
+    optimizer.step(0.1)
+    assert parameters["decays"].unique().tolist() == pytest.approx([0.95])
+    assert parameters["stays"].unique().tolist() == [1.0]
+
+
+def test_a_state_of_before_goes_on_where_some_no_longer_decay() -> None:
+    """It is kept by name, in no order of groups."""
+    parameters = {name: torch.nn.Parameter(torch.ones(2)) for name in ("a", "b", "c")}
+    before = Optimizer(parameters, OptimizerConfig(weight_decay=0.5))
+    for index, parameter in enumerate(parameters.values()):
+        parameter.grad.fill_(0.1 + index / 10)  # type: ignore[union-attr]
+    before.step(0.1)
+    saved = {name: tensor.clone() for name, tensor in before.tensors().items()}
+    after = Optimizer(parameters, OptimizerConfig(weight_decay=0.5), undecayed={"b"})
+    after.load_tensors(saved)
+    assert {name: tensor.tolist() for name, tensor in after.tensors().items()} == {
+        name: tensor.tolist() for name, tensor in saved.items()
+    }
+
+
+MIXED = {
+    "model.embed_tokens.weight": (8, 4),
+    "model.layers.0.input_layernorm.weight": (4,),
+    "model.layers.0.self_attn.q_norm.weight": (2,),
+    "model.layers.0.self_attn.q_proj.weight": (4, 4),
+    "model.layers.0.self_attn.q_proj.bias": (4,),
+    "model.layers.0.mlp.experts.gate_up_proj_bias": (2, 4),
+    "model.layers.0.mlp.experts.gate_up_proj": (2, 4, 4),
+    "lm_head.weight": (8, 4),
+}
+
+
+@pytest.mark.parametrize(
+    ("spared", "expected"),
+    [
+        ((), set()),
+        (("norms",), {"model.layers.0.input_layernorm.weight", "model.layers.0.self_attn.q_norm.weight"}),
+        (
+            ("biases",),
+            {"model.layers.0.self_attn.q_proj.bias", "model.layers.0.mlp.experts.gate_up_proj_bias"},
+        ),
+        (("embeddings",), {"model.embed_tokens.weight"}),
+    ],
+)
+def test_each_kind_of_parameter_can_be_spared_by_itself(spared: tuple[Any, ...], expected: set[str]) -> None:
+    parameters = {name: torch.zeros(shape) for name, shape in MIXED.items()}
+    assert undecayed(parameters, {"model.embed_tokens.weight"}, spared) == expected
 
 
 def test_a_step_without_a_gradient_still_follows_the_momentum() -> None:
@@ -128,7 +209,7 @@ def opened(way: type[_Torch] | type[_Kernel], values: dict[str, torch.Tensor]) -
     parameters = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
     config = OptimizerConfig(weight_decay=0.1)
     optimizer = Optimizer(parameters, config)
-    optimizer._adamw = way(list(parameters.values()), config)
+    optimizer._adamw = way(list(parameters.values()), config, [name != "vector" for name in parameters])
     return optimizer
 
 

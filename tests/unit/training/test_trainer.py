@@ -13,7 +13,7 @@ from training_builders import batch_of, episode, ints, random_batch, tiny_model,
 from headrace.errors import HeadraceError, LawBroken, RecordError
 from headrace.records import Batch
 from headrace.training.algorithms import Algorithm, DapoConfig, GrpoConfig, GspoConfig, RlooConfig
-from headrace.training.config import OptimizerConfig, TrainingConfig
+from headrace.training.config import LoraConfig, OptimizerConfig, TrainingConfig
 from headrace.training.correction_config import Correction, KimiConfig, MisConfig, TisConfig
 from headrace.training.packing import pack, training_sequences
 from headrace.training.trainer import LocalTrainer
@@ -30,6 +30,7 @@ TRAINER_METRICS = {
     "reward_std",
     "length_mean",
     "truncated_frac",
+    "masked_frac",
     "tokens_trained",
     "groups_trained",
     "staleness_mean",
@@ -264,6 +265,46 @@ def test_a_gradient_that_is_not_finite_is_an_error_before_it_reaches_the_weights
     assert all(torch.equal(tensor, before[name]) for name, tensor in owner.tensors().items())
     assert owner._optimizer.tensors() == {}
     assert not any(parameter.grad.any() for parameter in owner._backend.parameters().values())
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("no_decay", [(), ("norms", "biases"), None])
+def test_weight_decay_reaches_the_parameters_that_it_is_for(
+    tmp_path: Path, backend: str, tied: bool, no_decay: tuple[str, ...] | None
+) -> None:
+    """A step without a gradient shrinks what decays, and leaves the rest."""
+    folder = tiny_model(tmp_path, "qwen2", tie_word_embeddings=tied)
+    more = {} if no_decay is None else {"no_decay": no_decay}
+    optimizer = OptimizerConfig(learning_rate=0.1, weight_decay=0.5, **more)  # type: ignore[arg-type]
+    owner = LocalTrainer(TrainingConfig(optimizer=optimizer, device="cpu", backend=backend), model=folder)  # type: ignore[arg-type]
+    for tensor in owner.tensors().values():
+        tensor.fill_(1.0)  # a drawn bias is 0
+    owner.train(batch_of([episode(turn(ints(1), ints()))], [1.0]))
+    left = {name for name, tensor in owner.tensors().items() if torch.equal(tensor, torch.ones_like(tensor))}
+    shrunk = {
+        name
+        for name, tensor in owner.tensors().items()
+        if torch.allclose(tensor, torch.full_like(tensor, 0.95), atol=1e-6)
+    }
+    vectors = {name for name, tensor in owner.tensors().items() if tensor.ndim == 1}
+    assert any(name.endswith("q_proj.bias") for name in vectors)
+    assert {"model.norm.weight", "model.layers.1.input_layernorm.weight"} <= vectors
+    spared = {(): set(), ("norms", "biases"): vectors, None: vectors | {"model.embed_tokens.weight"}}[no_decay]
+    assert left == spared
+    assert shrunk == owner.tensors().keys() - spared
+    assert ("lm_head.weight" in shrunk) is not tied
+
+
+@pytest.mark.parametrize("backend", ["native", "transformers"])
+def test_an_adapters_matrices_decay(tmp_path: Path, backend: str) -> None:
+    optimizer = OptimizerConfig(learning_rate=0.1, weight_decay=0.5)
+    config = TrainingConfig(optimizer=optimizer, device="cpu", backend=backend, lora=LoraConfig(rank=2))  # type: ignore[arg-type]
+    owner = LocalTrainer(config, model=tiny_model(tmp_path))
+    for tensor in owner.tensors().values():
+        tensor.fill_(1.0)
+    owner.train(batch_of([episode(turn(ints(1), ints()))], [1.0]))
+    assert {round(float(x), 6) for tensor in owner.tensors().values() for x in tensor.unique()} == {0.95}
 
 
 def test_a_batch_without_a_single_token_is_a_step_that_moves_nothing(tmp_path: Path) -> None:

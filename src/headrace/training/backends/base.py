@@ -47,6 +47,10 @@ class Backend(Protocol):
         is not among them."""
         ...
 
+    def embeddings(self) -> set[str]:
+        """Names of those parameters that are embeddings: one row for a token, or for a position."""
+        ...
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         """(log-probs, entropies) of the n trained tokens in float32, under each one's temperature and support.
 
@@ -79,10 +83,10 @@ class Backend(Protocol):
         """Within it the model computes as if it had none."""
         ...
 
-    def save_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder: configuration, float32 weights and, where there is one, the tokenizer.
+    def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write a Hugging Face folder: configuration, weights in `dtype` and, where there is one, the tokenizer.
 
-        An adapter is merged into the weights, and by itself in the subfolder adapter/."""
+        An adapter is merged into the weights, in float32, and by itself in the subfolder adapter/, in `dtype`."""
         ...
 
 

@@ -99,11 +99,11 @@ class Adapter:
             state[name.replace(_WRAPPED, ".")] = once[place]
         return state
 
-    def save(self, folder: str | Path, base: str | Path) -> None:
-        """Write the folder that PEFT loads over the model of the folder `base`."""
+    def save(self, folder: str | Path, base: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write the folder that PEFT loads over the model of the folder `base`, its tensors in `dtype`."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: p.detach().cpu().contiguous() for name, p in self.parameters.items()}
+        tensors = {name: p.detach().to("cpu", dtype).contiguous() for name, p in self.parameters.items()}
         save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         content = self._peft_config.to_dict() | {"base_model_name_or_path": str(base), "inference_mode": True}
         text = json.dumps(content, indent=2, sort_keys=True, default=sorted)  # PEFT has sets

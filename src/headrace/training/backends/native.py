@@ -65,6 +65,9 @@ class NativeBackend:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
 
+    def embeddings(self) -> set[str]:
+        return {_EMBEDDING} & self._parameters.keys()
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         return self.logprobs_of(packed, *self.hidden(packed))
 
@@ -102,10 +105,10 @@ class NativeBackend:
     def without_adapter(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapter is None else self._adapter.absent()
 
-    def save_hf(self, folder: str | Path) -> None:
+    def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         with self._masters.in_place():
             state = self._model if self._adapter is None else self._adapter.merged()
-            save_model(state, self._model.config, folder)
+            save_model(state, self._model.config, folder, dtype=dtype)
             if self._adapter is not None:
-                self._adapter.save(Path(folder) / FOLDER, self._folder)
+                self._adapter.save(Path(folder) / FOLDER, self._folder, dtype)
         copy_companions(self._folder, folder)

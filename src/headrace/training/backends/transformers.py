@@ -12,7 +12,7 @@ Shape letters: t input tokens, d hidden size, v vocabulary, n trained tokens.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -117,6 +117,15 @@ class TransformersBackend:
     def parameters(self) -> dict[str, torch.nn.Parameter]:
         return self._parameters
 
+    def embeddings(self) -> set[str]:
+        names = {
+            f"{name}.{own}"
+            for name, module in self._model.named_modules()
+            if isinstance(module, torch.nn.Embedding)
+            for own, _ in module.named_parameters(recurse=False)
+        }
+        return names & self._parameters.keys()
+
     def token_logprobs(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
         if self._head_is_plain:
             return self.logprobs_of(packed, *self.hidden(packed))
@@ -155,16 +164,16 @@ class TransformersBackend:
     def without_adapter(self) -> AbstractContextManager[None]:
         return nullcontext() if self._adapter is None else self._adapter.absent()
 
-    def save_hf(self, folder: str | Path) -> None:
+    def save_hf(self, folder: str | Path, dtype: torch.dtype = torch.float32) -> None:
         with self._masters.in_place():
-            if self._adapter is None:
-                self._model.save_pretrained(str(folder))
-            else:
-                self._model.save_pretrained(str(folder), state_dict=self._adapter.merged())
-                # It states the type of the frozen weights; those it wrote are float32.
-                self._model.config.dtype = "float32"
-                self._model.config.save_pretrained(str(folder))
-                self._adapter.save(Path(folder) / FOLDER, self._folder)
+            state = self._model.state_dict() if self._adapter is None else self._adapter.merged()
+            self._model.save_pretrained(str(folder), state_dict=_cast(state, dtype))
+            # It states the type of the parameters as they are kept.
+            kept, self._model.config.dtype = self._model.config.dtype, str(dtype).removeprefix("torch.")
+            self._model.config.save_pretrained(str(folder))
+            self._model.config.dtype = kept
+            if self._adapter is not None:
+                self._adapter.save(Path(folder) / FOLDER, self._folder, dtype)
         copy_companions(self._folder, folder)
 
     # ── Layouts ──────────────────────────────────────────────────────────────────────────────────────────
@@ -258,6 +267,22 @@ class TransformersBackend:
             return False
         rounding = 1e-5 if logits_nv.dtype == torch.float32 else 0.02
         return float((logits_nv - product_nv).abs().max()) <= rounding * float(product_nv.abs().max())
+
+
+@torch.no_grad()
+def _cast(state: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Floating-point tensors in `dtype`; what was one tensor under two names is one again."""
+    once: dict[tuple[Any, ...], torch.Tensor] = {}
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        place = (tensor.data_ptr(), tensor.shape, tensor.stride())
+        if place not in once:
+            once[place] = tensor.detach()
+            if tensor.is_floating_point() and tensor.dtype != dtype:
+                once[place] = tensor.to("cpu", dtype)
+                refuse_non_finite(name, once[place], "an export")
+        found[name] = once[place]
+    return found
 
 
 def _head_and_embedding(model: Any) -> set[str]:
