@@ -29,10 +29,10 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config"}
+PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config", "memory_plan"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
-FACES = {"base", "config"}
+FACES = {"base", "config", "memory_plan"}
 
 
 def layer(name: str) -> int:

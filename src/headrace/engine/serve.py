@@ -168,6 +168,8 @@ class EngineServer:
             self._sleep_or_wake(record)
         elif isinstance(record, AskUsage):
             usage = self._watch.usage(tokens=engine.tokens_sampled, running=engine.running, waiting=engine.waiting)
+            held, allocated = engine.device_peaks()
+            usage = msgspec.structs.replace(usage, device_peak=held, device_allocated=allocated)
             self._channel.send(TellUsage(call=record.call, usage=usage))
         elif isinstance(record, Stop):
             return False

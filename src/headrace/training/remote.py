@@ -208,8 +208,13 @@ class TrainerServer:
         elif isinstance(record, SetVersion):
             trainer.version = record.version
         elif isinstance(record, AskTrainerUsage):
-            return TellTrainerUsage(call=record.call, usage=self._watch.usage(tokens=self._tokens))
+            return TellTrainerUsage(call=record.call, usage=self._usage())
         return TrainerOk(call=record.call)
+
+    def _usage(self) -> Usage:
+        held, allocated = self._trainer.device_peaks()
+        usage = self._watch.usage(tokens=self._tokens)
+        return msgspec.structs.replace(usage, device_peak=held, device_allocated=allocated)
 
 
 class _Publishing:

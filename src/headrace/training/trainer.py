@@ -176,7 +176,7 @@ class LocalTrainer:
         return total, grad_norm
 
     def _packed(self, sequences: Sequence[TrainingSequence]) -> Iterable[Packed]:
-        budget, shared = self._config.micro_batch_tokens, self._backend.counts_shared_once
+        budget, shared = self._config.micro_batch, self._backend.counts_shared_once
         return pack_micro_batches(sequences, budget, shared=shared)
 
     def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -209,7 +209,7 @@ class LocalTrainer:
         columns = []
         with torch.no_grad():
             for members in micro_batches(
-                sequences, self._config.micro_batch_tokens, shared=self._backend.counts_shared_once
+                sequences, self._config.micro_batch, shared=self._backend.counts_shared_once
             ):
                 order += members
                 columns.append(logprobs(pack([sequences[i] for i in members])))
@@ -257,6 +257,13 @@ class LocalTrainer:
         """Let others on the device have what was freed, which torch keeps for the next step."""
         if self._backend.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def device_peaks(self) -> tuple[int, int]:
+        """Most bytes of the GPU (held by torch, allocated for tensors) at once; zeros on the CPU."""
+        device = self._backend.device
+        if device.type != "cuda":
+            return 0, 0
+        return torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live float32 weights under their Hugging Face names, to be copied before the next `train`. Where

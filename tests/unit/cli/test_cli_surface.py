@@ -18,7 +18,7 @@ SURFACE = {
     "train": ["config", "--set", "--run", "--resume", "--from", "--overwrite", "--json"],
     "audit": ["run", "--recompute", "--strict", "--json"],
     "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--json"],
-    "doctor": ["--json"],
+    "doctor": ["config", "--set", "--json"],
     "bench": ["name", "--set", "--json"],
 }
 

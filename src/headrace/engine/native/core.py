@@ -21,7 +21,7 @@ from torch import Tensor
 
 from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.engine.config import NativeEngineConfig
-from headrace.engine.native import outcomes
+from headrace.engine.native import memory, outcomes
 from headrace.engine.native.forks import Fork, fork
 from headrace.engine.native.interrupts import begun, carry_over, interrupt_of
 from headrace.engine.native.kv import KvCache
@@ -366,6 +366,14 @@ class NativeEngine:
     def device_gaps(self) -> deque[float]:
         """Seconds the device stood still before each of the latest passes; empty where a pass is not measured."""
         return self._runner.gaps
+
+    def device_peaks(self) -> tuple[int, int]:
+        """Most bytes of the GPU (held, in tensors) at once: torch's and the blocks'; zeros on the CPU."""
+        if self.device.type != "cuda":
+            return 0, 0
+        blocks = memory.most_mapped()
+        held, allocated = torch.cuda.max_memory_reserved(self.device), torch.cuda.max_memory_allocated(self.device)
+        return held + blocks, allocated + blocks
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was begun."""

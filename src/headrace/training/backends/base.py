@@ -107,7 +107,7 @@ def open_backend(
             lora=config.lora,
             seed=seed,
             frozen=frozen,
-            recompute=config.recompute,
+            recompute=config.recomputes,
         )
     from headrace.training.backends.transformers import TransformersBackend
 
