@@ -16,6 +16,7 @@ FLOOR = {
     "records",
     "message_limits",
     "usage",
+    "out_of_memory",
     "ipc",
     "workers",
     "bounds",

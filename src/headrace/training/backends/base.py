@@ -75,6 +75,10 @@ class Backend(Protocol):
         """A copy of the parameters as they are now, in the dtype of forward."""
         ...
 
+    def drop_unfinished(self) -> None:
+        """Forget what a backward pass that failed has left beside the parameters' gradients."""
+        ...
+
     def without_adapter(self) -> AbstractContextManager[None]:
         """Within it the model computes as if it had none."""
         ...
