@@ -18,6 +18,8 @@ from headrace.models.config import ModelConfig
 from headrace.models.shapes import EMBEDDING, parameter_count, parameter_shapes
 
 WHO = "trainer"
+SHARD_BYTES = 5 * 10**9
+"""Largest file of an exported model (`models.io.MAX_SHARD_BYTES`)."""
 
 
 def adapter_parameters(config: RunConfig, model: ModelConfig) -> int:
@@ -85,8 +87,10 @@ def trainer_needs(config: RunConfig, models: Models, machine: Machine) -> Iterat
     if where == "device":
         yield need("device context", DEVICE_CONTEXT)
         yield Need(WHO, "host", "process", HOST_WITH_CUDA + (PEFT_IMPORT if lora else 0))
-        # training/checkpoint.py copies all moments to the host before it writes them; weights come and go before.
-        yield Need(WHO, "host", "checkpoint", 8 * trained)
+        # training/checkpoint.py copies all moments to the host before it writes them. An exported model goes by
+        # shards (models/io.py), but is whole on the host where an adapter is merged into it (backends/lora.py).
+        exported = 4 * whole if lora else min(4 * whole, SHARD_BYTES)
+        yield Need(WHO, "host", "checkpoint or exported model", max(8 * trained, exported))
     else:
         yield Need(WHO, "host", "process", HOST_WITH_TORCH + (PEFT_IMPORT if lora else 0))
 

@@ -131,7 +131,9 @@ def test_checkpoints_are_float32_weights_and_moments_and_one_more_than_is_kept()
     assert found["checkpoints"] == 3 * 12 * SMALL_PARAMETERS
     assert found["exported models"] == 4 * SMALL_PARAMETERS
     staged = amounts(plan(config(context=64), SMALL), "trainer", "host")
-    assert staged["checkpoint"] == 8 * SMALL_PARAMETERS
+    assert staged["checkpoint or exported model"] == 8 * SMALL_PARAMETERS
+    adapted = amounts(plan(config(context=64, lora=4), SMALL), "trainer", "host")
+    assert adapted["checkpoint or exported model"] == 4 * SMALL_PARAMETERS
 
 
 # ── Choosing ─────────────────────────────────────────────────────────────────────────────────────────────────────
