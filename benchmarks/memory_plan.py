@@ -38,6 +38,9 @@ class Case(NamedTuple):
     group: int = GROUP
     long: int = GROUP
     """Episodes of a group that have full length."""
+    running: int | None = None
+    """`engine.max_running`. On a CPU pages of the cache that were never used are not resident, so a short run is
+    compared with a cache that it fills."""
 
 
 def _qwen3(hidden: int, inner: int, layers: int, heads: int) -> dict[str, int]:
@@ -72,8 +75,8 @@ _SMALL = {
     "vocabulary": 16_384,
 }
 CPU = [
-    Case("0.1b", _SMALL, 128, 3, groups=2, group=4, long=4),
-    Case("0.1b-lora", _SMALL, 128, 3, lora=16, groups=2, group=4, long=4),
+    Case("0.1b", _SMALL, 128, 3, groups=2, group=4, long=4, running=8),
+    Case("0.1b-lora", _SMALL, 128, 3, lora=16, groups=2, group=4, long=4, running=8),
 ]
 
 
@@ -141,6 +144,7 @@ max_tokens = {case.context - min(64, case.context // 4)}
 source = "headrace.bench.workload:waiting_score"
 [engine]
 max_context = {case.context}
+{f"max_running = {case.running}" if case.running else ""}
 [training]
 steps = {case.steps}
 groups_per_batch = {case.groups}

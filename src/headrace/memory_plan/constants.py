@@ -7,14 +7,16 @@ from headrace.memory_plan.needs import MIB
 HOST_WITH_TORCH = 310 * MIB
 """A process that has imported torch and run passes on the CPU. Measured with torch 2.13: 223 MiB after the import;
 the rest is what libraries and threads take with the first passes."""
+ENGINE_WITH_TORCH = 390 * MIB
+"""Likewise an engine, which also has the tokenizer and the buffers of sampling. Measured with torch 2.13."""
 HOST_WITH_CUDA = 3 * 1024 * MIB
 """Likewise with CUDA's libraries loaded. An estimate, not measured."""
 PEFT_IMPORT = 250 * MIB
 """PEFT brings transformers with it."""
-CONTROLLER = 130 * MIB
-"""The controller with the ledger, telemetry and one batch's episodes."""
-WORKER = 60 * MIB
-"""An environment's or a scorer's process without what users' code imports."""
+CONTROLLER = 250 * MIB
+"""The controller with the ledger, telemetry and one batch's episodes. Measured, 253 to 267 MiB in all."""
+WORKER = 52 * MIB
+"""An environment's or a scorer's process without what users' code imports. Measured."""
 DEVICE_CONTEXT = 700 * MIB
 """CUDA's context, loaded kernels and the libraries' workspaces, of each process. An estimate for an H200."""
 ALLOCATOR_SHARE = 0.06

@@ -8,9 +8,9 @@ from headrace.config.run import RunConfig
 from headrace.memory_plan.activations import inference_bytes
 from headrace.memory_plan.constants import (
     DEVICE_CONTEXT,
+    ENGINE_WITH_TORCH,
     GRAPH_BYTES_PER_LAYER,
     HOST_WITH_CUDA,
-    HOST_WITH_TORCH,
 )
 from headrace.memory_plan.needs import Machine, Models, Need, Where, itemsize
 from headrace.models.config import ModelConfig
@@ -18,8 +18,6 @@ from headrace.models.shapes import parameter_count, parameter_shapes
 
 PAGE_SIZE = {"host": 16, "device": 64}
 """Where the configuration has none (`engine.native.kv.DEFAULT_PAGE_SIZE`)."""
-ACCEPTED_SAMPLES = 3
-"""Float32 tensors of a step's logits that sampling holds at once."""
 
 
 def engine_names(config: RunConfig) -> list[str]:
@@ -116,7 +114,7 @@ def engine_needs(
             # turns.py keeps weights where a version does not bring all of them; `Weights.release` pins them.
             yield Need(who, "host", "weights of a sleeping engine", whole * size, "training")
     else:
-        yield Need(who, "host", "process", HOST_WITH_TORCH)
+        yield Need(who, "host", "process", ENGINE_WITH_TORCH)
 
 
 def _adapter_place(model: ModelConfig, rank: int) -> int:
