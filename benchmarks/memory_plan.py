@@ -153,7 +153,10 @@ group_size = {case.group}
 
 
 def run_case(case: Case, scratch: Path, device: str) -> list[dict[str, Any]]:
-    model, folder, file = scratch / "model", scratch / "run", scratch / f"{case.name}.toml"
+    # What a run leaves may fill a disk by itself; its model may lie in memory then.
+    folder, file = scratch / "run", scratch / f"{case.name}.toml"
+    model = (in_memory(case) or scratch) / f"headrace-model-{case.name}"
+    shutil.rmtree(model, ignore_errors=True)
     command = [sys.executable, __file__, "write", case.name, str(model), device]
     subprocess.run(command, check=True, stdout=sys.stderr)
     file.write_text(settings(case, model))
@@ -161,6 +164,16 @@ def run_case(case: Case, scratch: Path, device: str) -> list[dict[str, Any]]:
     shutil.rmtree(model)
     shutil.rmtree(folder, ignore_errors=True)
     return rows
+
+
+def in_memory(case: Case) -> Path | None:
+    """The folder of files in memory, where a model of this size leaves at least as much again free there."""
+    size, shared = case.shape, Path("/dev/shm")
+    layer = size["hidden"] * (2 * size["heads"] + 2 * size["kv_heads"]) * size["head_dim"]
+    layer += 3 * size["hidden"] * size["inner"]
+    weights = 2 * (size["layers"] * layer + 2 * size["vocabulary"] * size["hidden"])
+    large = weights > 4 * 2**30
+    return shared if large and shared.is_dir() and shutil.disk_usage(shared).free > 2 * weights else None
 
 
 def run_file(name: str, file: Path, folder: Path, *sets: str) -> list[dict[str, Any]]:

@@ -33,11 +33,13 @@ def _batch(config: RunConfig) -> int:
 def _disk_needs(config: RunConfig, models: Models) -> Iterator[Need]:
     training, recording = config.training, config.recording
     trained, whole = trained_parameters(config, models.policy), parameter_count(models.policy)
-    # checkpoint.py: float32 weights and both moments; one more than is kept while it is written.
+    # checkpoint.py: float32 weights and both moments; one more than is kept while it is written, and no more than a
+    # run comes to.
+    count = min(training.keep_checkpoints + 1, (training.steps - 1) // training.checkpoint_every + 1)
     teacher = 0
     if training.distillation is not None and training.distillation.teacher is None:
         teacher = 2 * trained * itemsize(training.dtype)
-    yield Need("trainer", "disk", "checkpoints", (training.keep_checkpoints + 1) * (12 * trained + teacher))
+    yield Need("trainer", "disk", "checkpoints", count * (12 * trained + teacher))
     # vault.py: the final model, and where there is an evaluation the best so far and the candidate, in float32.
     models_kept = 1 if config.evaluation.tasks is None else 3
     yield Need("trainer", "disk", "exported models", models_kept * 4 * whole)

@@ -127,8 +127,10 @@ def test_images_on_their_way_lie_where_their_transport_has_them() -> None:
 
 
 def test_checkpoints_are_float32_weights_and_moments_and_one_more_than_is_kept() -> None:
-    found = amounts(plan(config(context=64), SMALL), "trainer", "disk")
+    found = amounts(plan(config(context=64, training={"steps": 200}), SMALL), "trainer", "disk")
     assert found["checkpoints"] == 3 * 12 * SMALL_PARAMETERS
+    few = amounts(plan(config(context=64, training={"steps": 50}), SMALL), "trainer", "disk")
+    assert few["checkpoints"] == 12 * SMALL_PARAMETERS
     assert found["exported models"] == 4 * SMALL_PARAMETERS
     staged = amounts(plan(config(context=64), SMALL), "trainer", "host")
     assert staged["checkpoint or exported model"] == 8 * SMALL_PARAMETERS
