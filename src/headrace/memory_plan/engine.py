@@ -12,7 +12,7 @@ from headrace.memory_plan.constants import (
     GRAPH_BYTES_PER_LAYER,
     HOST_WITH_CUDA,
 )
-from headrace.memory_plan.needs import Machine, Models, Need, Where, itemsize
+from headrace.memory_plan.needs import CONTEXT, Machine, Models, Need, Where, itemsize
 from headrace.models.config import ModelConfig
 from headrace.models.shapes import parameter_count, parameter_shapes
 
@@ -108,7 +108,7 @@ def engine_needs(
     if device:
         graphs = graph_count(config, machine) * model.num_layers * GRAPH_BYTES_PER_LAYER
         yield need("CUDA graphs", graphs, sleeps=False)
-        yield need("device context", DEVICE_CONTEXT, sleeps=False)
+        yield need(CONTEXT, DEVICE_CONTEXT, sleeps=False)
         yield Need(who, "host", "process", HOST_WITH_CUDA)
         if config.placement == "turns" and config.payload != "full":
             # turns.py keeps weights where a version does not bring all of them; `Weights.release` pins them.

@@ -10,6 +10,8 @@ from headrace.models.config import ModelConfig
 Where = Literal["device", "host", "disk"]
 When = Literal["always", "training", "generating"]
 
+CONTEXT = "device context"
+"""The need that is a GPU's context."""
 GIB = 1 << 30
 MIB = 1 << 20
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from headrace.memory_plan.choose import PLACES, Plan, gib
+from headrace.memory_plan.needs import CONTEXT
 
 MOST_NAMED = 3
 """Needs of a process that its line names."""
@@ -43,10 +44,14 @@ def as_json(plan: Plan) -> dict[str, Any]:
 
 
 def beside(plan: Plan | None, measured: Mapping[str, Mapping[str, int]]) -> dict[str, Any]:
-    """For each process what was planned and what it held at most, in bytes."""
+    """For each process what was planned and what it held at most, in bytes. A GPU's context, which no process can
+    see, is in neither."""
     found: dict[str, Any] = {}
     for who in dict.fromkeys([*([] if plan is None else plan.processes), *measured]):
         planned = {} if plan is None else {where: plan.of(who, where) for where in _places(plan)}
+        for need in () if plan is None else plan.needs:
+            if need.who == who and need.what == CONTEXT:
+                planned[need.where] -= need.bytes
         found[who] = {
             "planned": {where: amount for where, amount in planned.items() if amount},
             "measured": dict(measured.get(who, {})),

@@ -13,7 +13,7 @@ from headrace.memory_plan.constants import (
     HOST_WITH_TORCH,
     PEFT_IMPORT,
 )
-from headrace.memory_plan.needs import Machine, Models, Need, Where, itemsize
+from headrace.memory_plan.needs import CONTEXT, Machine, Models, Need, Where, itemsize
 from headrace.models.config import ModelConfig
 from headrace.models.shapes import EMBEDDING, parameter_count, parameter_shapes
 
@@ -85,7 +85,7 @@ def trainer_needs(config: RunConfig, models: Models, machine: Machine) -> Iterat
     yield from _pass_needs(config, model, machine, where)
     yield from _outlet(config, where, trained)
     if where == "device":
-        yield need("device context", DEVICE_CONTEXT)
+        yield need(CONTEXT, DEVICE_CONTEXT)
         yield Need(WHO, "host", "process", HOST_WITH_CUDA + (PEFT_IMPORT if lora else 0))
         # training/checkpoint.py copies all moments to the host before it writes them. An exported model goes by
         # shards (models/io.py), but is whole on the host where an adapter is merged into it (backends/lora.py).

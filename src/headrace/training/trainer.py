@@ -134,7 +134,7 @@ class LocalTrainer:
         for left, part in zip(reversed(range(len(updates))), updates, strict=True):
             total, grad_norm = self._gradient(part, batch)
             with self.weights_at_rest():
-                self._optimizer.step(rate)
+                self._update(rate)
                 self.between = left > 0
                 self.version += left == 0
             totals.append(total)
@@ -187,6 +187,26 @@ class LocalTrainer:
             self._forget_gradient()
             raise
         return total, grad_norm
+
+    def _update(self, rate: float) -> None:
+        """The optimizer's step. Its moments come with the first; without memory for them nothing changes."""
+        why = ""
+        try:
+            self._optimizer.step(rate)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = str(error)
+        if why:
+            self._forget_gradient()
+            free_memory(self._backend.device)
+            parameters = sum(parameter.numel() for parameter in self._backend.parameters().values())
+            raise HeadraceError(
+                f"memory holds the optimizer's moments, {8 * parameters / 2**30:.1f} GiB of them "
+                f"({room(self._backend.device)})",
+                why[:QUOTED_CHARS],
+                self._remedy(),
+            )
 
     def _forget_gradient(self) -> None:
         self._backend.drop_unfinished()

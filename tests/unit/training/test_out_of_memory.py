@@ -164,3 +164,16 @@ def test_the_cpus_own_refusal_is_survived(tmp_path: Path) -> None:
         metrics = disturbed.train(batch).metrics
     same_step(undisturbed, disturbed, [expected, metrics])
     assert TINY["vocab_size"] == disturbed.vocabulary
+
+
+def test_moments_that_do_not_fit_are_an_error_with_numbers_and_nothing_has_changed(tmp_path: Path) -> None:
+    folder, batch = tiny_model(tmp_path), random_batch(1)
+    owner = trainer(folder)
+    before = {name: tensor.clone() for name, tensor in owner.tensors().items()}
+    with pytest.raises(HeadraceError, match="the optimizer's moments") as told, Failing(always="_fused_adamw"):
+        owner.train(batch)
+    assert "training.lora" in (told.value.remedy or "")
+    for name, tensor in owner.tensors().items():
+        assert torch.equal(tensor, before[name])
+    other = trainer(folder)
+    same_step(other, owner, [other.train(batch).metrics, owner.train(batch).metrics])
