@@ -16,6 +16,7 @@ FLOOR = {
     "records",
     "message_limits",
     "usage",
+    "out_of_memory",
     "ipc",
     "workers",
     "bounds",
@@ -31,10 +32,10 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config"}
+PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config", "memory_plan"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
-FACES = {"base", "config"}
+FACES = {"base", "config", "memory_plan"}
 
 
 def layer(name: str) -> int:

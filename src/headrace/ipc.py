@@ -212,6 +212,15 @@ def settle_memory() -> None:
     gc.freeze()
 
 
+@message
+class Notice(Record):
+    """Something that happened in a child and answers no call: an event of the run."""
+
+    kind: str
+    fields: dict[str, Any]
+    call: int = 0
+
+
 ORPHANED = 71
 """Exit status of a child whose controller has gone."""
 

@@ -165,7 +165,7 @@ class Pipeline:
                 replace=parts.replace,
             ),
         )
-        self._turns = None if config.placement == "side_by_side" else self._take_turns()
+        self._turns = self._take_turns() if config.placement == "turns" else None
         self._publishing: asyncio.Task[None] | None = None
         self._evaluation: asyncio.Task[None] | None = None
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float | None]] | None] = asyncio.Queue()

@@ -26,6 +26,10 @@ class Usage(Record):
     """Sampled by an engine; trained on by a trainer."""
     running: int = 0
     waiting: int = 0
+    device_peak: int = 0
+    """Most bytes of a GPU that it has held at once, its context apart."""
+    device_allocated: int = 0
+    """Those of them that tensors were in."""
 
     @property
     def wall_s(self) -> float:
@@ -39,6 +43,8 @@ class Usage(Record):
             tokens=self.tokens + other.tokens,
             running=self.running + other.running,
             waiting=self.waiting + other.waiting,
+            device_peak=max(self.device_peak, other.device_peak),
+            device_allocated=max(self.device_allocated, other.device_allocated),
         )
 
     def since(self, earlier: Usage) -> Usage:
@@ -50,6 +56,8 @@ class Usage(Record):
             tokens=self.tokens - earlier.tokens,
             running=self.running,
             waiting=self.waiting,
+            device_peak=self.device_peak,
+            device_allocated=self.device_allocated,
         )
 
 

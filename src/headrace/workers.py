@@ -330,6 +330,11 @@ class Pool:
         """While they are held, the time of jobs does not count."""
         self._clocks.hold(held)
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers that there are."""
+        return [worker.peer.process.pid for worker in self._workers if not worker.gone]
+
     async def close(self, seconds: float) -> None:
         self._closing = True
         for task in self._repairs:

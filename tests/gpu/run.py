@@ -39,6 +39,7 @@ HALVES: dict[int, Lanes] = {
             "test_adapters.py",
             "test_collective_nccl.py",
             "test_delta_cuda.py",
+            "test_out_of_memory_cuda.py",
         ),
     ),
     # Lanes run beside each other.

@@ -10,13 +10,17 @@ import subprocess
 import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
 from headrace import __version__
-from headrace.cli.output import console, facts_of, print_json
+from headrace.cli.output import console, facts_of, only_json, print_json, table_of
+from headrace.config.load import load_config
+from headrace.memory_plan import Plan
+from headrace.memory_plan.table import as_json, plan_lines
 
 GIB = 1 << 30
 _PROBE = """
@@ -29,12 +33,43 @@ print(json.dumps({"devices": found}))
 """
 
 
-def command(*, json: bool) -> None:
+def command(file: Path | None, sets: list[str], *, json: bool) -> None:
+    with only_json(json):
+        plan = None if file is None else plan_from(file, sets)
     found = examine()
     if json:
-        print_json(found)
+        print_json(found if plan is None else {**found, "memory_plan": as_json(plan)})
     else:
         _print(found)
+        if plan is not None:
+            _print_plan(plan)
+    if plan is not None:
+        plan.check()
+
+
+def plan_from(file: Path, sets: list[str]) -> Plan:
+    """What a run of this configuration would take here, and what it would choose."""
+    from headrace.orchestration.folder import check_devices, resolved
+    from headrace.orchestration.planning import plan_of
+
+    config = load_config(file, sets)
+    check_devices(config)
+    plan = plan_of(resolved(config), Path("runs") / (config.name or file.stem))
+    assert plan is not None  # the folder was just read
+    return plan
+
+
+def _print_plan(plan: Plan) -> None:
+    out = console()
+    out.print()
+    rows: list[dict[str, Any]] = []
+    for who in plan.processes:
+        for need in plan.needs:
+            if need.who == who:
+                rows.append({"process": who, "where": need.where, "what": need.what, "GiB": need.bytes / GIB})
+    out.print(table_of(rows, title="Memory plan"))
+    for line in plan_lines(plan)[:1] + plan_lines(plan)[1 + len(plan.processes) :]:
+        out.print(line.strip())
 
 
 def examine() -> dict[str, Any]:

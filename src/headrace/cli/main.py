@@ -123,11 +123,17 @@ def config(
 
 
 @app.command()
-def doctor(json: Json = False) -> None:
-    """Say what this machine can run, and what is missing."""
+def doctor(
+    config: Annotated[
+        Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Also say what this run needs, and choose.")
+    ] = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Say what this machine can run, and what is missing; with a configuration, its memory plan."""
     from headrace.cli.doctor import command
 
-    command(json=json)
+    command(config, sets or [], json=json)
 
 
 @app.command()

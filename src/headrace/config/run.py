@@ -56,10 +56,10 @@ class RunConfig(Config):
     name: str | None = None
     """The run's folder is runs/NAME. None: the configuration file's name."""
     seed: Annotated[int, Meta(ge=0, lt=2**32)] = 0
-    placement: Literal["side_by_side", "turns"] = "side_by_side"
+    placement: Literal["side_by_side", "turns"] | None = None
     """How engines and trainer share a machine. `side_by_side`: both work at once. `turns`: while a batch is trained
     the engines sleep, and their memory (KV cache and weights) is free for the trainer; requests wait, and go on
-    afterwards with their caches computed again."""
+    afterwards with their caches computed again. None: side by side, unless only turns fit into memory."""
     environment: EnvironmentConfig = EnvironmentConfig()
     scorer: ScorerConfig = ScorerConfig()
     engine: EngineConfig = NativeEngineConfig()

@@ -31,7 +31,7 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """Tokens in one page of the KV cache. None: 16 on the CPU, 64 on CUDA."""
     cache_tokens: Annotated[int, Meta(ge=2)] | None = None
     """Size of the KV cache, in tokens. None: room for `max_running` sequences of `max_context`, up to 1 GiB on the
-    CPU and four fifths of the free memory on CUDA."""
+    CPU and on CUDA what the memory plan has left; without a run, four fifths of the free memory there."""
     prefill_tokens: Annotated[int, Meta(ge=1)] = 4096
     """Most prompt tokens in one step, beside one token for each sequence that runs."""
     kernels: Literal["fused", "reference"] = "fused"
@@ -43,9 +43,9 @@ class NativeEngineConfig(Config, tag="native", tag_field="type"):
     """LoRA adapters that can be resident at once, each request choosing one or none. 0: none can be loaded."""
     max_adapter_rank: Annotated[int, Meta(ge=1)] = 64
     """Largest rank of an adapter. Each place for one takes that much of every projection's time and memory."""
-    standby: bool = True
+    standby: bool | None = None
     """Have the second set of weights, into which the next version arrives, and its CUDA graphs from the start.
-    False: with the first version that arrives, whose swap then takes longer."""
+    False: with the first version that arrives, whose swap then takes longer. None: unless only adapters arrive."""
     threads: Annotated[int, Meta(ge=1, le=1024)] | None = None
     """CPU threads. None: half of the cores, or all of them when generation and training take turns; of eight cores
     or more an eighth is left for all else."""

@@ -36,7 +36,7 @@ from headrace.engine.messages import (
 )
 from headrace.engine.standby import StandbyThread
 from headrace.errors import EpisodeFailure, HeadraceError, SyncError
-from headrace.ipc import BlockingChannel, Stop, error_to_record, settle_memory
+from headrace.ipc import BlockingChannel, Notice, Stop, error_to_record, settle_memory
 from headrace.records import Turn
 from headrace.usage import Stopwatch
 
@@ -101,6 +101,7 @@ class EngineServer:
         """Waits for requests to end."""
         self._paused = False
         self._watch = Stopwatch()
+        engine.on_event = lambda kind, fields: self._channel.send(Notice(kind=kind, fields=fields))
         self._channel.send(EngineReady(call=0))
 
     def serve(self) -> None:
@@ -168,6 +169,8 @@ class EngineServer:
             self._sleep_or_wake(record)
         elif isinstance(record, AskUsage):
             usage = self._watch.usage(tokens=engine.tokens_sampled, running=engine.running, waiting=engine.waiting)
+            held, allocated = engine.device_peaks()
+            usage = msgspec.structs.replace(usage, device_peak=held, device_allocated=allocated)
             self._channel.send(TellUsage(call=record.call, usage=usage))
         elif isinstance(record, Stop):
             return False

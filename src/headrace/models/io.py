@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
-from math import prod
 from pathlib import Path
 
 import torch
@@ -14,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from headrace.errors import ModelFolderError
+from headrace.models import tensor_files
 from headrace.models.config import ModelConfig
 from headrace.models.folder import (
     CONFIG_FILE,
@@ -21,7 +20,6 @@ from headrace.models.folder import (
     SINGLE_FILE,
     check_folder,
     is_redundant,
-    stored_tensors,
     weight_files,
 )
 from headrace.models.ops import Ops
@@ -161,11 +159,8 @@ def _model_of(config: ModelConfig, state: dict[str, Tensor], ops: Ops | None) ->
 
 def stored_dtype(folder: str | Path) -> torch.dtype:
     """The type that most numbers of a folder's weights have; float32 where that is neither half-precision type."""
-    numbers: Counter[str] = Counter()
-    for tensor in stored_tensors(Path(folder)).values():
-        numbers[tensor.dtype] += prod(tensor.shape)
-    ((most, _),) = numbers.most_common(1) or [("F32", 0)]
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(most, torch.float32)
+    found: torch.dtype = getattr(torch, tensor_files.stored_dtype(Path(folder)))
+    return found
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype | None, file: str) -> Tensor:

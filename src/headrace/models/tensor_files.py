@@ -7,6 +7,7 @@ or model.safetensors.index.json ── weight_map ── its shards ┴─ heade
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -42,6 +43,15 @@ class StoredTensor:
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that make up the model, in name order; each is certain to exist."""
     return sorted(_named_tensors(folder))
+
+
+def stored_dtype(folder: Path) -> str:
+    """The type that most numbers of a folder's weights have; float32 where that is neither half-precision type."""
+    numbers: Counter[str] = Counter()
+    for tensor in stored_tensors(folder).values():
+        numbers[tensor.dtype] += prod(tensor.shape)
+    ((most, _),) = numbers.most_common(1) or [("F32", 0)]
+    return {"BF16": "bfloat16", "F16": "float16"}.get(most, "float32")
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:

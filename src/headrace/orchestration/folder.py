@@ -17,6 +17,8 @@ from headrace.config.run import RunConfig
 from headrace.errors import ConfigError, InputError, RunFolderError
 from headrace.ledger import Ledger
 from headrace.orchestration.gpu import has_bfloat16_gpu, may_have_gpu
+from headrace.orchestration.machine import this_machine
+from headrace.orchestration.planning import plan_of
 from headrace.orchestration.resuming import inspect_run
 from headrace.orchestration.vault import FolderVault
 from headrace.telemetry.folder import RunFolder
@@ -43,7 +45,7 @@ def prepare(
     if resume and overwrite:
         raise RunFolderError("a run is resumed or overwritten, not both", "--resume --overwrite", "leave one out")
     if not resume:
-        config = resolved(config)
+        config = _planned(resolved(config), run)
         run.make(overwrite=overwrite)
     else:
         _refuse_nothing(run)
@@ -114,8 +116,8 @@ def _take_up(run: RunFolder, config: RunConfig, from_step: int | None) -> RunCon
     vault = FolderVault(run.path, keep=config.training.keep_checkpoints)
     standing = inspect_run(run, group_size=config.training.group_size, from_step=from_step)
     stored = stored_config(run)
-    config = resolved(config, stored)
-    refuse_other_run(stored, config)
+    config = _planned(resolved(config, stored), run)
+    refuse_other_run(_as_stored(stored, config), config)
     step = vault.step_of(standing.checkpoint)
     if config.training.steps < step:
         raise ConfigError(
@@ -156,7 +158,10 @@ def check_devices(config: RunConfig) -> None:
 
 
 def resolved(config: RunConfig, stored: RunConfig | None = None) -> RunConfig:
-    """With the dtypes that are left to the machine: those of the run that is resumed, or what suits the devices."""
+    """With the dtypes that are left to the machine: those of the run that is resumed, or what suits the devices.
+    What the memory plan chose for that run is kept too."""
+    if stored is not None:
+        config = _as_stored(config, stored)
     engine, training = config.engine, config.training
     if engine.dtype == "auto":
         found = _dtype_on(engine.device) if stored is None else stored.engine.dtype
@@ -165,6 +170,30 @@ def resolved(config: RunConfig, stored: RunConfig | None = None) -> RunConfig:
         found = _dtype_on(training.device) if stored is None else stored.training.dtype
         training = msgspec.structs.replace(training, dtype=found)
     return msgspec.structs.replace(config, engine=engine, training=training)
+
+
+def _planned(config: RunConfig, run: RunFolder) -> RunConfig:
+    """With what the memory plan chooses of what is left open. ConfigError where the run does not fit."""
+    plan = plan_of(config, run.path, this_machine(run.path, own_files=True))
+    if plan is None:
+        return config
+    plan.check()
+    return plan.config
+
+
+def _as_stored(config: RunConfig, stored: RunConfig) -> RunConfig:
+    """What the configuration leaves to the memory plan is what it was when the run began."""
+
+    def kept(given: Any, before: Any, keys: Sequence[str]) -> Any:
+        open_keys = [key for key in keys if getattr(given, key) is None]
+        return msgspec.structs.replace(given, **{key: getattr(before, key) for key in open_keys})
+
+    config = kept(config, stored, ["placement"])
+    return msgspec.structs.replace(
+        config,
+        training=kept(config.training, stored.training, ["micro_batch_tokens", "recompute"]),
+        engine=kept(config.engine, stored.engine, ["standby", "cache_tokens"]),
+    )
 
 
 def _dtype_on(device: str) -> Literal["float32", "bfloat16"]:

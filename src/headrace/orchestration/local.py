@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,15 @@ from headrace.engine.messages import EngineReady
 from headrace.engine.pool import EnginePool
 from headrace.engine.remote import RemoteEngine
 from headrace.errors import ComponentDied, ConfigError, GaveUp
-from headrace.ipc import Peer
+from headrace.ipc import Notice, Peer
 from headrace.ledger import Change, Journal, Ledger
+from headrace.memory_plan import Plan
+from headrace.memory_plan.table import beside, plan_lines
 from headrace.orchestration.folder import in_folder, prepare, settle, write_whole
+from headrace.orchestration.machine import this_machine
+from headrace.orchestration.measured import Peaks, highest, peaks_of
 from headrace.orchestration.opening import Given, open_run, refuse_windows, with_source
+from headrace.orchestration.planning import plan_of
 from headrace.orchestration.processes import CHILD, compute_threads, ready, spawn
 from headrace.orchestration.resuming import Standing, inspect_run
 from headrace.orchestration.stopping import SIGNALS, execute_beside, handlers_restored
@@ -156,6 +161,11 @@ class _Run:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._told_to_stop = False
+        self._plan: Plan | None = None
+        self._peaks: Peaks = {}
+        """Memory that processes held at most, over all attempts."""
+        self._told: Callable[[str, Notice], None] = lambda who, notice: None
+        """What becomes of a component's notices."""
 
     async def execute(self) -> dict[str, Any]:
         begun = time.monotonic()
@@ -165,6 +175,9 @@ class _Run:
             raise asyncio.CancelledError
         for sentence in advice(self._config):
             self._say(f"note: {sentence}")
+        self._plan = plan_of(self._config, self._place.path, this_machine(self._place.path, own_files=True))
+        for line in [] if self._plan is None else plan_lines(self._plan):
+            self._say(line)
         while True:
             try:
                 pipeline = await self._attempt()
@@ -206,6 +219,8 @@ class _Run:
                 # Whatever ended the run, what happened until then is on record.
                 await pipeline.parts.journal.flush()
                 raise
+            finally:
+                self._peaks = highest(self._peaks, await peaks_of(self._components, self._worker_pids()))
         return pipeline
 
     def _open_channel(self) -> dict[str, Any]:
@@ -237,6 +252,8 @@ class _Run:
             self._trainer(closing),
             *(self._engine(name, closing) for name in engine_names),
         )
+        self._components = {"trainer": trainer, **{engine.name: engine for engine in engines}}
+        self._worker_pids = lambda: [*environments.pids, *scorers.pids]
         vault = FolderVault(self._place.path, keep=config.training.keep_checkpoints)
         ledger = Ledger(self._place.ledger)
         closing.callback(ledger.close)
@@ -322,6 +339,7 @@ class _Run:
         )
         progress = start.progress
         telemetry.event("started", session=start.session, step=progress.step, version=progress.version)
+        self._told = lambda who, notice: telemetry.event(notice.kind, who=who, **notice.fields)
         return telemetry
 
     async def _trainer(self, closing: AsyncExitStack) -> RemoteTrainer:
@@ -347,6 +365,7 @@ class _Run:
         trainer = RemoteTrainer(peer, step_s=limits.step_s, stage_s=config.sync.deadline_s, close_s=limits.close_s)
         closing.push_async_callback(trainer.close)
         said = await ready(peer, TrainerReady, config.limits.start_s, self._say)
+        self._listen(peer)
         trainer.vocabulary = said.vocabulary
         return trainer
 
@@ -360,6 +379,7 @@ class _Run:
         )
         closing.push_async_callback(engine.close)
         await ready(engine.peer, EngineReady, config.limits.start_s, self._say)
+        self._listen(engine.peer)
         return engine
 
     async def _engine_process(self, name: str) -> Peer:
@@ -391,6 +411,17 @@ class _Run:
         self._say(f"{engine.name} is started again")
         engine.adopt(await self._engine_process(engine.name))
         await ready(engine.peer, EngineReady, self._config.limits.start_s, self._say)
+        self._listen(engine.peer)
+
+    def _listen(self, peer: Peer) -> None:
+        """What it tells of itself are events of the run."""
+
+        def hear(record: Any) -> None:
+            if isinstance(record, Notice):
+                self._say(f"{peer.name}: {record.fields.get('why', record.kind)}")
+                self._told(peer.name, record)
+
+        peer.on_message = hear
 
     def _say(self, words: str) -> None:
         if self._progress:
@@ -493,6 +524,7 @@ class _Run:
             "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
             "evaluations": evaluations,
             "user": users_summary(self._place.read_metrics()),
+            "memory": beside(self._plan, self._peaks),
             "digests": self._place.digests(),
         }
         write_whole(self._place.summary, json.dumps(summary, indent=1) + "\n")

@@ -12,6 +12,9 @@ from headrace.scoring.base import Comparison, Truncated
 from headrace.training.algorithms import Algorithm, GrpoConfig
 from headrace.training.correction_config import Correction, KimiConfig, check_corrections
 
+MICRO_BATCH_TOKENS = 16384
+"""Where nothing says how large a micro-batch is."""
+
 KlEstimator = Literal["k1", "k2", "k3"]
 Undecayed = Literal["norms", "biases", "embeddings"]
 
@@ -143,12 +146,12 @@ class TrainingConfig(Config):
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraConfig | None = None
     """None: all weights are trained."""
-    micro_batch_tokens: Annotated[int, Meta(ge=1)] = 16384
+    micro_batch_tokens: Annotated[int, Meta(ge=1)] | None = None
     """Most tokens, prompts included, in one forward-backward pass. On CUDA in bfloat16, what is shared
-    (`share_prefixes`) counts once."""
-    recompute: bool = False
+    (`share_prefixes`) counts once. None: what the memory plan has room for, up to 16,384."""
+    recompute: bool | None = None
     """Keep each layer's input alone for the backward pass and compute the rest again: less memory, one
-    forward pass more. For the native back end."""
+    forward pass more. For the native back end. None: where the memory plan needs it."""
     share_prefixes: bool = True
     """Compute what sequences begin with in common, as a group's prompt, once. For the native back end; log-probs
     change within rounding."""
@@ -174,6 +177,16 @@ class TrainingConfig(Config):
     checkpoint_every: Annotated[int, Meta(ge=1)] = 50
     """Steps between checkpoints. One is also written at the end and on Ctrl-C."""
     keep_checkpoints: Annotated[int, Meta(ge=1)] = 2
+
+    @property
+    def micro_batch(self) -> int:
+        """Most tokens of one pass."""
+        return self.micro_batch_tokens or MICRO_BATCH_TOKENS
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether layers are computed again. Not where nothing has been chosen."""
+        return self.recompute is True
 
     @property
     def shares_prefixes(self) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.errors import Superseded, SyncError
-from headrace.ipc import BlockingChannel, Peer, Stop, error_to_record, settle_memory
+from headrace.ipc import BlockingChannel, Notice, Peer, Stop, error_to_record, settle_memory
 from headrace.records import Batch, Record, WeightVersion, message
 from headrace.sync.base import Destination, Manifest, Seal
 from headrace.training.base import StepReport
@@ -166,6 +166,7 @@ class TrainerServer:
         self._watch = Stopwatch()
         self._publishing = _Publishing(trainer, sender, self._send)
         self._channel = BlockingChannel(sock, divert=self._publishing.take)
+        trainer.on_event = lambda kind, fields: self._channel.send(Notice(kind=kind, fields=fields))
         self._channel.send(TrainerReady(call=0, vocabulary=trainer.vocabulary))
 
     def serve(self) -> None:
@@ -208,8 +209,13 @@ class TrainerServer:
         elif isinstance(record, SetVersion):
             trainer.version = record.version
         elif isinstance(record, AskTrainerUsage):
-            return TellTrainerUsage(call=record.call, usage=self._watch.usage(tokens=self._tokens))
+            return TellTrainerUsage(call=record.call, usage=self._usage())
         return TrainerOk(call=record.call)
+
+    def _usage(self) -> Usage:
+        held, allocated = self._trainer.device_peaks()
+        usage = self._watch.usage(tokens=self._tokens)
+        return msgspec.structs.replace(usage, device_peak=held, device_allocated=allocated)
 
 
 class _Publishing:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
-from headrace.errors import HeadraceError, LawBroken, RunFolderError
+from headrace.errors import QUOTED_CHARS, HeadraceError, LawBroken, RunFolderError
 from headrace.models import divergences, stored_dtype
+from headrace.out_of_memory import free_memory, is_out_of_memory, room
 from headrace.records import Batch
 from headrace.scoring import is_masked
 from headrace.sync.base import AdapterSpec
@@ -40,12 +42,13 @@ from headrace.training.packing import (
     micro_batches,
     minibatches,
     pack,
-    pack_micro_batches,
     training_sequences,
 )
 from headrace.training.reference import Reference, with_prices
 from headrace.training.sums import NEVER_SEEN, SUMS, Total, check_numbers, step_metrics
 from headrace.training.teacher import open_teacher
+
+T = TypeVar("T")
 
 # Below every real log-prob: what `token_logprobs` answers for a token outside its support.
 _IMPOSSIBLE = -1e20
@@ -76,6 +79,14 @@ class LocalTrainer:
         self._seed = seed
         self._mismatch = NEVER_SEEN
         self._max_staleness = max_staleness
+        self._micro_batch = config.micro_batch
+        """Most tokens of a pass. It falls where memory turns out to be too small."""
+        self._in_backward = False
+        """Whether the pass under way may have added to gradients."""
+        self._tried_alone = False
+        """Whether in this step memory was too small for one sequence alone."""
+        self.on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None
+        """Hears of what happened that no answer tells."""
         self._backend = open_backend(model, config, seed=seed)
         chosen = config.export_dtype
         self._export_dtype = stored_dtype(model) if chosen == "model" else getattr(torch, chosen)
@@ -105,6 +116,7 @@ class LocalTrainer:
         a later update of several: after that the trainer does nothing more.
         """
         began = time.perf_counter()
+        self._tried_alone = False
         self._check_whole()
         check_batch(
             batch,
@@ -129,7 +141,7 @@ class LocalTrainer:
         for left, part in zip(reversed(range(len(updates))), updates, strict=True):
             total, grad_norm = self._gradient(part, batch)
             with self.weights_at_rest():
-                self._optimizer.step(rate)
+                self._update(rate)
                 self.between = left > 0
                 self.version += left == 0
             totals.append(total)
@@ -175,20 +187,116 @@ class LocalTrainer:
         moving = [sequence for sequence in sequences if all_move or sequence.advantage != 0]
         still = [sequence for sequence in sequences if not all_move and sequence.advantage == 0]
         try:
-            sums = self._accumulate(self._packed(moving), batch, divisor)
-            with torch.no_grad():
-                sums += self._accumulate(self._packed(still), batch, divisor)
-            *sums_of_all, grad_norm = torch.cat([sums, self._optimizer.norm().double()[None]]).tolist()
+            # Memory that runs out within a backward pass leaves a part of its gradient: then all of it goes, and
+            # the update begins again with what was learned of sizes.
+            while (found := self._added_up(moving, still, batch, divisor)) is None:
+                self._forget_gradient()
+            *sums_of_all, grad_norm = found
             total = dict(zip(SUMS, sums_of_all, strict=True)) | {"tokens": float(tokens)}
             check_numbers(total, grad_norm)
         except BaseException:
-            self._optimizer.zero_grad()
+            self._forget_gradient()
             raise
         return total, grad_norm
 
-    def _packed(self, sequences: Sequence[TrainingSequence]) -> Iterable[Packed]:
-        budget, shared = self._config.micro_batch_tokens, self._backend.counts_shared_once
-        return pack_micro_batches(sequences, budget, shared=shared)
+    def _update(self, rate: float) -> None:
+        """The optimizer's step. Its moments come with the first; without memory for them nothing changes."""
+        why = ""
+        try:
+            self._optimizer.step(rate)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            why = str(error)
+        if why:
+            self._forget_gradient()
+            free_memory(self._backend.device)
+            parameters = sum(parameter.numel() for parameter in self._backend.parameters().values())
+            raise HeadraceError(
+                f"memory holds the optimizer's moments, {8 * parameters / 2**30:.1f} GiB of them "
+                f"({room(self._backend.device)})",
+                why[:QUOTED_CHARS],
+                self._remedy(),
+            )
+
+    def _forget_gradient(self) -> None:
+        self._backend.drop_unfinished()
+        self._optimizer.zero_grad()
+
+    def _added_up(
+        self, moving: list[TrainingSequence], still: list[TrainingSequence], batch: Batch, divisor: float
+    ) -> list[float] | None:
+        """The `SUMS` and the gradient's norm; None where the gradient is not whole."""
+        total = torch.zeros(len(SUMS), dtype=torch.float64, device=self._backend.device)
+        for part, learns in ((moving, True), (still, False)):
+            passed = self._in_passes(part, lambda packed: self._accumulate(packed, batch, divisor), learns=learns)
+            if passed is None:
+                return None
+            for _, sums in passed:
+                total += sums
+        norm = self._optimizer.norm().double()[None]
+        found: list[float] = torch.cat([total, norm]).tolist()
+        return found
+
+    def _in_passes(
+        self, sequences: Sequence[TrainingSequence], work: Callable[[Packed], T], *, learns: bool = False
+    ) -> list[tuple[list[int], T]] | None:
+        """`work` of all of them, micro-batch by micro-batch, each with the places of its sequences. One for which
+        memory is too small is divided, and later ones are no larger. None where a backward pass was cut short."""
+        shared = self._backend.counts_shared_once
+        pending = deque(micro_batches(sequences, self._micro_batch, shared=shared))
+        done: list[tuple[list[int], T]] = []
+        while pending:
+            members = pending.popleft()
+            why, self._in_backward = "", False
+            try:
+                with torch.set_grad_enabled(learns):
+                    done.append((members, work(pack([sequences[i] for i in members]))))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                why = str(error)
+            if why:
+                free_memory(self._backend.device)
+                self._divide([sequences[i] for i in members], why)
+                if self._in_backward:
+                    return None
+                left = [*members, *(i for others in pending for i in others)]
+                cut = micro_batches([sequences[i] for i in left], self._micro_batch, shared=shared)
+                pending = deque([left[i] for i in own] for own in cut)
+        return done
+
+    def _divide(self, sequences: Sequence[TrainingSequence], why: str) -> None:
+        """After a pass over these for which memory was too small: smaller ones from now on. One sequence alone is
+        tried once more, as others may have given memory back; then there is nothing left to divide."""
+        tokens, longest = sum(one.length for one in sequences), max(one.length for one in sequences)
+        if len(sequences) == 1:
+            if self._tried_alone:
+                raise HeadraceError(
+                    f"memory holds the pass over one sequence: one of {longest:,} tokens does not fit "
+                    f"({room(self._backend.device)})",
+                    why[:QUOTED_CHARS],
+                    self._remedy(),
+                )
+            self._tried_alone = True
+        else:
+            self._micro_batch = max(1, min(self._micro_batch, tokens) // 2)
+        self.on_event(
+            "out_of_memory",
+            {
+                "tokens": tokens,
+                "sequences": len(sequences),
+                "micro_batch_tokens": self._micro_batch,
+                "why": f"a pass over {tokens:,} tokens did not fit into memory; "
+                f"micro-batches have at most {self._micro_batch:,} from now on",
+            },
+        )
+
+    def _remedy(self) -> str:
+        changes = [] if self._config.recomputes else ["set training.recompute = true"]
+        if self._config.lora is None:
+            changes.append("train an adapter (training.lora)")
+        return ", ".join([*changes, "lower engine.cache_tokens or engine.max_context"])
 
     def _forward(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """(log-probs, entropies, divergences from the teacher if there is one) of the trained tokens."""
@@ -216,14 +324,10 @@ class LocalTrainer:
         """Each sequence's trained tokens, without a gradient."""
         if not sequences:
             return []
-        order: list[int] = []
-        columns = []
-        with torch.no_grad():
-            for members in micro_batches(
-                sequences, self._config.micro_batch_tokens, shared=self._backend.counts_shared_once
-            ):
-                order += members
-                columns.append(logprobs(pack([sequences[i] for i in members])))
+        passed = self._in_passes(sequences, logprobs)
+        assert passed is not None  # without a backward pass
+        order = [i for members, _ in passed for i in members]
+        columns = [column for _, column in passed]
         ends = np.cumsum([sequences[i].num_trained for i in order])
         parts = np.split(torch.cat(columns).cpu().numpy(), ends[:-1])
         return [part for _, part in sorted(zip(order, parts, strict=True), key=lambda pair: pair[0])]
@@ -268,6 +372,13 @@ class LocalTrainer:
         """Let others on the device have what was freed, which torch keeps for the next step."""
         if self._backend.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def device_peaks(self) -> tuple[int, int]:
+        """Most bytes of the GPU (held by torch, allocated for tensors) at once; zeros on the CPU."""
+        device = self._backend.device
+        if device.type != "cuda":
+            return 0, 0
+        return torch.cuda.max_memory_reserved(device), torch.cuda.max_memory_allocated(device)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The live float32 weights under their Hugging Face names, to be copied before the next `train`. Where
@@ -336,56 +447,54 @@ class LocalTrainer:
             )
         checkpoint.save_file_whole(file, self.tensors())
 
-    def _accumulate(self, micro_batches: Iterable[Packed], batch: Batch, divisor: float) -> torch.Tensor:
+    def _accumulate(self, packed: Packed, batch: Batch, divisor: float) -> torch.Tensor:
         """Forward and, where gradients are on, backward. Returns the `SUMS`, on the device."""
         config, device = self._config, self._backend.device
-        total = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
-        for packed in micro_batches:
-            logprobs_n, entropy_n, divergence_n = self._forward(packed)
-            count = len(packed.targets_n)
-            columns = Columns(
-                logprobs_n,
-                to_device(packed.behaviour_n, device),
-                to_device(packed.advantages_n, device),
-                to_device(batch.version - packed.versions_n, device),
-                Units(to_device(packed.trained_turns, device), count),
-                Units(to_device(packed.trained_s, device), count),
-                entropy_n,
-                None if packed.proximal_n is None else to_device(packed.proximal_n, device),
-                None if packed.reference_n is None else to_device(packed.reference_n, device),
-                divergence_n,
-            )
-            loss, sums = policy_loss(
-                columns,
-                config.algorithm.recipe,
-                config.corrections,
-                divisor,
-                config.entropy_bonus,
-                config.reference,
-                0.0 if config.distillation is None else config.distillation.coefficient,
-            )
-            if torch.is_grad_enabled():
-                loss.backward()
-            fresh_n = to_device(packed.versions_n == batch.version, device)
-            parts = (
-                loss.detach(),
-                entropy_n.detach().sum(),
-                sums.kl,
-                sums.clipped,
-                sums.outliers,
-                sums.ratios,
-                sums.squared_ratios,
-                sums.weights,
-                sums.squared_weights,
-                sums.dropped,
-                (sums.kl_t * fresh_n).sum(),
-                fresh_n.sum(),
-                (logprobs_n.detach() < _IMPOSSIBLE).sum(),
-                sums.reference_kl,
-                sums.divergence,
-            )
-            total += torch.stack([part.double() for part in parts])
-        return total
+        logprobs_n, entropy_n, divergence_n = self._forward(packed)
+        count = len(packed.targets_n)
+        columns = Columns(
+            logprobs_n,
+            to_device(packed.behaviour_n, device),
+            to_device(packed.advantages_n, device),
+            to_device(batch.version - packed.versions_n, device),
+            Units(to_device(packed.trained_turns, device), count),
+            Units(to_device(packed.trained_s, device), count),
+            entropy_n,
+            None if packed.proximal_n is None else to_device(packed.proximal_n, device),
+            None if packed.reference_n is None else to_device(packed.reference_n, device),
+            divergence_n,
+        )
+        loss, sums = policy_loss(
+            columns,
+            config.algorithm.recipe,
+            config.corrections,
+            divisor,
+            config.entropy_bonus,
+            config.reference,
+            0.0 if config.distillation is None else config.distillation.coefficient,
+        )
+        if torch.is_grad_enabled():
+            self._in_backward = True
+            loss.backward()
+        fresh_n = to_device(packed.versions_n == batch.version, device)
+        parts = (
+            loss.detach(),
+            entropy_n.detach().sum(),
+            sums.kl,
+            sums.clipped,
+            sums.outliers,
+            sums.ratios,
+            sums.squared_ratios,
+            sums.weights,
+            sums.squared_weights,
+            sums.dropped,
+            (sums.kl_t * fresh_n).sum(),
+            fresh_n.sum(),
+            (logprobs_n.detach() < _IMPOSSIBLE).sum(),
+            sums.reference_kl,
+            sums.divergence,
+        )
+        return torch.stack([part.double() for part in parts])
 
 
 def _shape(tensors: Any, name: str) -> Any:

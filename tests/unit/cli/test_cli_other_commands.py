@@ -20,6 +20,7 @@ from folder_builders import LETTERS
 from headrace.audit.findings import Findings, Violation
 from headrace.config.dump import dump_config
 from headrace.config.load import read_config
+from headrace.memory_plan import Machine
 from headrace.orchestration.folder import resolved
 from headrace.records import Batch, Episode, Group, Task
 from headrace.telemetry.writer import FolderTelemetry
@@ -217,6 +218,33 @@ def test_the_doctor_names_what_is_missing_and_still_exits_with_0(
     assert answer.code == 0
     assert "pip install 'headrace[math]'" in answer.out
     assert "torch does not work here: No module named 'torch'" in answer.out
+
+
+def test_the_doctor_shows_the_memory_plan_of_a_configuration(headrace: Headrace, project: Path) -> None:
+    answer = headrace("doctor", project, "--json")
+    assert answer.code == 0
+    plan = msgspec.json.decode(answer.out)["memory_plan"]
+    assert plan["fits"] is True
+    assert plan["chosen"]["training.micro_batch_tokens"] == 16384
+    host = [need["bytes"] for need in plan["needs"] if need["where"] == "host"]
+    assert sum(host) == plan["used_bytes"]["host"] > 0
+    told = headrace("doctor", project)
+    assert "Memory plan" in told.out
+    assert 'chosen: placement = "side_by_side"' in told.out
+
+
+def test_a_run_that_does_not_fit_is_refused_by_the_doctor_and_before_it_starts(
+    headrace: Headrace, project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = Machine(host_bytes=1 << 29, disk_bytes=1 << 40)
+    monkeypatch.setattr("headrace.orchestration.planning.this_machine", lambda folder: small)
+    monkeypatch.setattr("headrace.orchestration.folder.this_machine", lambda folder, own_files: small)
+    for words in (("doctor", project), ("train", project, "--run", tmp_path / "run")):
+        answer = headrace(*words)
+        assert answer.code == 2
+        assert "a run fits into host memory; this one needs" in answer.err
+        assert "use a smaller model or a machine with more memory" in answer.err
+    assert not (tmp_path / "run").exists()
 
 
 # ── bench ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,7 +20,7 @@ SURFACE = {
     "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--json"],
     "report": ["run", "--json"],
     "config": ["config", "--set", "--json"],
-    "doctor": ["--json"],
+    "doctor": ["config", "--set", "--json"],
     "bench": ["name", "--set", "--json"],
 }
 

@@ -15,28 +15,38 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
 from headrace.engine.base import Interrupt, SampleRequest, ScoreRequest, SwapReport
 from headrace.engine.config import NativeEngineConfig
-from headrace.engine.native import outcomes
+from headrace.engine.native import memory, outcomes
 from headrace.engine.native.forks import Fork, fork
 from headrace.engine.native.interrupts import begun, carry_over, interrupt_of
 from headrace.engine.native.kv import KvCache
+from headrace.engine.native.pages import pages_for
 from headrace.engine.native.plan import Plan, Runner
 from headrace.engine.native.requests import Sequence, check_request, check_score
 from headrace.engine.native.runners import open_runner
 from headrace.engine.native.scheduler import Scheduler
 from headrace.engine.native.served import ServedWeights
+from headrace.engine.native.slots import Computed
 from headrace.engine.native.turns import sequence_to_sample, sequence_to_score, turn_of
-from headrace.errors import ConfigError, EpisodeFailure, HeadraceError, LawBroken, SyncError
+from headrace.errors import QUOTED_CHARS, ConfigError, EpisodeFailure, HeadraceError, LawBroken, SyncError
 from headrace.models import CausalLM
+from headrace.out_of_memory import free_memory, is_out_of_memory, room
 from headrace.records import Stop, Turn
 from headrace.sync.base import AdapterSpec
 
 Ended = list[tuple[int, Turn]]
+
+CACHE_KEPT = 0.75
+"""Part of the cache that is kept where memory was too small for a step."""
+LEAST_PREFILL = 64
+"""Tokens of prompts in a step: with fewer nothing is won."""
 
 
 class NativeEngine:
@@ -67,25 +77,35 @@ class NativeEngine:
         """All tokens passed through the model."""
         self.pages_copied = 0
         self.steps = 0
+        self.on_event: Callable[[str, dict[str, Any]], None] = lambda kind, fields: None
+        """Hears of what happened that no answer tells."""
         self._model = model.requires_grad_(False).eval()
+        self._plain_ops = model.ops
+        self._failed_at_least = False
+        """Whether the step before did not fit beside the smallest cache."""
         self._config = config
         self._eos = eos_tokens
         self._decode = decode
         self._served = ServedWeights(model, config, version, name)
         weights = self._served.base
         self._kv = KvCache.sized(model.config, config, weights.dtype, weights.device, self._served.standby_bytes)
-        self._scheduler = Scheduler(
-            self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
-        )
-        self._slots = self._scheduler.slots
-        self._runner: Runner = open_runner(model, self._served, self._kv, self._slots, config)
         self._under_way: deque[outcomes.Step] = deque()
+        self._run_over(config)
         self._broken: HeadraceError | None = None
         self._ended: Ended = []
         self._sequences: dict[int, Sequence] = {}
         self._arrivals = 0
         self._weights_in_use = threading.Lock()
         self.asleep = False
+
+    def _run_over(self, config: NativeEngineConfig) -> None:
+        """Slots, a scheduler and a runner for the cache that there is."""
+        self._scheduler = Scheduler(
+            self._kv, config.max_running, config.max_context, config.prefill_tokens, self._settle
+        )
+        self._slots = self._scheduler.slots
+        model = self._model.use(self._plain_ops)
+        self._runner: Runner = open_runner(model, self._served, self._kv, self._slots, config)
 
     @property
     def version(self) -> int:
@@ -344,10 +364,13 @@ class NativeEngine:
                 raise self._broken
             versions, idle = self._served.versions.tolist(), not self._under_way
             without = None if but is None else self._served.numbers.get(but)
+            before = self._slots.computed()
             plan = None if self.asleep else self._scheduler.plan(self._served.versions, admit=admit, but=without)
             if plan is not None:
                 with self._to_its_end():
-                    self._begin(plan)
+                    why = self._try(plan)
+                    if why:
+                        self._give_cache_back(before, why)
             elif idle and admit and but is None and not self.asleep and self._sequences and not self._ended:
                 pages = f"{self.pages_free} of {self.pages_total} pages free"
                 raise HeadraceError(
@@ -362,10 +385,71 @@ class NativeEngine:
         ended, self._ended = self._ended, []
         return ended
 
+    def _try(self, plan: Plan) -> str:
+        """Begin the step; why there is not enough memory for it, or nothing."""
+        try:
+            self._begin(plan)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            return str(error) or "out of memory"
+        self._failed_at_least = False
+        return ""
+
+    def _give_cache_back(self, before: Computed, why: str) -> None:
+        """After a step for which memory was too small: a smaller cache, or at its least shorter chunks of prompts.
+        What ran is preempted, and computed again."""
+        self._settle()
+        self._slots.take_back(before)
+        self._scheduler.lose_everything("preempt")
+        old, config = self._scheduler, self._config
+        least, pages = pages_for(config.max_context, self._kv.page_size), self._kv.pages
+        prefill = self._scheduler.prefill_tokens
+        if pages > least:
+            pages = max(least, int(pages * CACHE_KEPT))
+        elif prefill > LEAST_PREFILL:
+            prefill = max(LEAST_PREFILL, prefill // 2)
+        elif not self._failed_at_least:
+            # Others may have given memory back by now.
+            self._failed_at_least = True
+        else:
+            raise HeadraceError(
+                f"{self.name} has memory for a step of one sequence beside a cache of {pages:,} pages of "
+                f"{self._kv.page_size} tokens ({room(self.device)})",
+                why[:QUOTED_CHARS],
+                "lower engine.max_context or training.micro_batch_tokens, or end what else uses the memory",
+            )
+        self._kv.release()
+        del self._runner
+        free_memory(self.device)
+        self._kv = self._kv.smaller(pages)
+        # Graphs for the other set of weights come with the next swap: a version may be arriving there now.
+        self._run_over(msgspec.structs.replace(config, prefill_tokens=prefill, standby=False))
+        self._scheduler.take_over(old)
+        tokens = pages * self._kv.page_size
+        self.on_event(
+            "out_of_memory",
+            {
+                "cache_tokens": tokens,
+                "prefill_tokens": prefill,
+                "preempted": len(self._scheduler.preempted),
+                "why": f"a step did not fit into memory; the cache has {tokens:,} tokens from now on, and a step "
+                f"{prefill:,} of prompts",
+            },
+        )
+
     @property
     def device_gaps(self) -> deque[float]:
         """Seconds the device stood still before each of the latest passes; empty where a pass is not measured."""
         return self._runner.gaps
+
+    def device_peaks(self) -> tuple[int, int]:
+        """Most bytes of the GPU (held, in tensors) at once: torch's and the blocks'; zeros on the CPU."""
+        if self.device.type != "cuda":
+            return 0, 0
+        blocks = memory.most_mapped()
+        held, allocated = torch.cuda.max_memory_reserved(self.device), torch.cuda.max_memory_allocated(self.device)
+        return held + blocks, allocated + blocks
 
     def synchronize(self) -> None:
         """Wait until the device has done all that was begun."""

@@ -137,7 +137,7 @@ class GraphRunner:
         """Seconds between the end of a step and the beginning of the next on the device."""
         if self._cuda:
             torch.cuda.synchronize(self._device)
-            self._capture_all(config.standby)
+            self._capture_all(config.standby is not False)
 
     def scope(self) -> AbstractContextManager[Any]:
         """A stream of its own for everything on the device, so that copies elsewhere do not delay it."""

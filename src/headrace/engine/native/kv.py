@@ -42,6 +42,7 @@ class KvCache:
         device: torch.device,
         stored: torch.dtype | None = None,
     ):
+        self._model = model
         self.pages, self.page_size = pages, page_size
         self.heads, self.dim = model.num_kv_heads, model.head_dim
         self.dtype, self.device = dtype, device
@@ -82,6 +83,10 @@ class KvCache:
             affordable = spare // cls.bytes_per_token(model, stored)
             tokens = max(config.max_context, min(config.max_running * config.max_context, affordable))
         return cls(model, pages_for(tokens, page_size), page_size, dtype, device, stored)
+
+    def smaller(self, pages: int) -> KvCache:
+        """Another one with so many pages, in place of this one, whose memory was given back."""
+        return KvCache(self._model, pages, self.page_size, self.dtype, self.device, self.stored)
 
     def release(self) -> None:
         """Give the memory back; what it held is lost. Nothing reads or writes the cache until `restore`."""

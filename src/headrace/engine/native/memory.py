@@ -24,6 +24,15 @@ PIECE_BYTES = 2**30
 """Most that is mapped at once, so that neither side needs much memory in one place."""
 
 
+_MAPPED = {"now": 0, "most": 0}
+"""Bytes of CUDA memory behind all blocks of this process."""
+
+
+def most_mapped() -> int:
+    """Most bytes of GPU memory that were behind the process's blocks at once."""
+    return _MAPPED["most"]
+
+
 class Block:
     """A range of addresses on one device, with memory behind them from `restore` to `release`.
 
@@ -159,6 +168,8 @@ class _CudaRange:
             # The mapping keeps the memory; without one it is free again.
             _call("cuMemRelease", handle)
         self._pieces.append(size)
+        _MAPPED["now"] += size
+        _MAPPED["most"] = max(_MAPPED.values())
         _call("cuMemSetAccess", address, size, byref(self._access), 1)
 
     def _create(self, size: int) -> c_uint64:
@@ -182,6 +193,7 @@ class _CudaRange:
 def _unmap(address: int, pieces: list[int], keep: int = 0) -> None:
     while len(pieces) > keep:
         size = pieces.pop()
+        _MAPPED["now"] -= size
         _call("cuMemUnmap", address + sum(pieces), size)
 
 

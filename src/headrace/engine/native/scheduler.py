@@ -325,10 +325,10 @@ class Scheduler:
             sequence.lost = KvEvent(position=position, version=-1, before="recomputed", cause=cause)
         self.queue.appendleft(sequence)
 
-    def lose_everything(self) -> None:
+    def lose_everything(self, cause: Literal["preempt", "sleep"] = "sleep") -> None:
         """Have no page in use: the cache is gone. Nothing may be under way."""
         for slot in self.by_age():
-            self.lose_cache(slot, "sleep")
+            self.lose_cache(slot, cause)
         self.give_up_shared(lambda sequence: True)
         self.forget_beginnings()
 
@@ -348,6 +348,10 @@ class Scheduler:
         else:
             self.pool.release(pages)
         return sequence
+
+    def take_over(self, other: Scheduler) -> None:
+        """Go on with what waits for, and what is held by, one whose cache is gone."""
+        self.queue, self.held = other.queue, other.held
 
     @property
     def preempted(self) -> list[Sequence]:

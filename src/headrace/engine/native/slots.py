@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from headrace.engine.base import SampleRequest
 from headrace.engine.native.requests import Sequence
 from headrace.engine.native.sampling import Parameters, seed_word
 from headrace.records import Sampling
+
+
+class Computed(NamedTuple):
+    sequences: list[Sequence | None]
+    """By slot."""
+    cached: np.ndarray
 
 
 class Slots:
@@ -128,6 +136,17 @@ class Slots:
         self.length[slots] += 1
         self.issued[slots] += 1
         self.last_token[slots] = -1
+
+    def computed(self) -> Computed:
+        """How far each sequence is, before a step is planned."""
+        return Computed(self.sequences.copy(), self.cached.copy())
+
+    def take_back(self, before: Computed) -> None:
+        """A planned step did not happen: nothing is in the cache but what was before, and what entered has nothing.
+        Only for sequences that leave next."""
+        for slot in self.active.tolist():
+            same = self.sequences[slot] is before.sequences[slot]
+            self.cached[slot] = before.cached[slot] if same else 0
 
     def leave(self, slot: int) -> tuple[Sequence, np.ndarray]:
         """(the sequence, its columns with it again; the pages it had)."""

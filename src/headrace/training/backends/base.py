@@ -79,6 +79,10 @@ class Backend(Protocol):
         """A copy of the parameters as they are now, in the dtype of forward."""
         ...
 
+    def drop_unfinished(self) -> None:
+        """Forget what a backward pass that failed has left beside the parameters' gradients."""
+        ...
+
     def without_adapter(self) -> AbstractContextManager[None]:
         """Within it the model computes as if it had none."""
         ...
@@ -111,7 +115,7 @@ def open_backend(
             lora=config.lora,
             seed=seed,
             frozen=frozen,
-            recompute=config.recompute,
+            recompute=config.recomputes,
         )
     from headrace.training.backends.transformers import TransformersBackend
 

@@ -44,6 +44,11 @@ class Masters:
             self.parameters[name] = master
             self._own.append(parameter)
 
+    def drop_unfinished(self) -> None:
+        """Forget gradients that a backward pass which failed has not handed over."""
+        for parameter in self._own:
+            parameter.grad = None
+
     def cast(self) -> None:
         """The next pass is to compute with what the masters are now."""
         changes = [master._version for master in self.parameters.values()] if self._own else []

@@ -73,6 +73,9 @@ class NativeBackend:
 
     def check_hidden(self) -> None: ...
 
+    def drop_unfinished(self) -> None:
+        self._masters.drop_unfinished()
+
     def snapshot(self) -> Weights:
         return {name: p.detach().to(self._dtype, copy=True) for name, p in self._masters.parameters.items()}
 

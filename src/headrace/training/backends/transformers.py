@@ -137,6 +137,9 @@ class TransformersBackend:
             logits_nv.float(), to_device(packed.targets_n, self.device), temperature, support
         )
 
+    def drop_unfinished(self) -> None:
+        self._masters.drop_unfinished()
+
     def snapshot(self) -> Weights:
         return {name: p.detach().to(self._dtype, copy=True) for name, p in self._masters.parameters.items()}
 
