@@ -29,7 +29,7 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config"}
+PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config", "waits"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
 FACES = {"base", "config"}

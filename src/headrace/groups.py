@@ -21,6 +21,7 @@ from headrace.scoring.advantages import advantages
 from headrace.scoring.base import Scorers
 from headrace.telemetry.base import Telemetry
 from headrace.training.checks import flaw
+from headrace.waits import Waits
 
 
 @dataclass
@@ -33,6 +34,7 @@ class GroupsParts:
     buffer: Buffer
     journal: Journal
     telemetry: Telemetry
+    waits: Waits
     vocabulary: int | None = None
     """As the trainer's model has it."""
 
@@ -88,6 +90,7 @@ class Groups:
         """Run a ticket's episodes, score each as it ends, and hand the group over or drop it."""
         parts = self._parts
         episodes = await asyncio.gather(*(self._run_episode(group, i) for i in range(len(group.episodes))))
+        parts.waits.group_scored()
         kept = [e for e in episodes if e.failure is None]
         for episode in episodes:
             if episode.failure is not None:
@@ -103,6 +106,7 @@ class Groups:
         if reason is None:
             self._failures_in_row = 0
             await parts.buffer.put(group.ticket, record)
+            parts.waits.look()
             return
         group.drop_rest(parts.journal, reason)
         parts.telemetry.event("group_dropped", group=group.id, reason=reason)
@@ -130,15 +134,20 @@ class Groups:
             on_tokens=lambda count: parts.journal.receive(name, count),
             on_wasted=lambda count: parts.journal.waste(name, count),
         )
-        episode = await parts.rollouts.run(request)
+        with parts.waits.generating():
+            episode = await parts.rollouts.run(request)
         parts.buffer.ended(group.ticket)
+        group.generating -= 1
+        if group.generating == 0:
+            parts.waits.group_generated()
         if episode.failure is None:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")
             elif why := flaw(episode, newest=self._newest(), vocabulary=parts.vocabulary):
                 episode = episode.with_(failure="bad_turn", detail=why)
             else:
-                episode = await self._score(group, episode)
+                with parts.waits.scoring():
+                    episode = await self._score(group, episode)
         if episode.failure is not None:
             group.drop(parts.journal, name, episode.failure)
         return episode
@@ -195,6 +204,11 @@ class _Running:
     late: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done when what is not finished of it is to be dropped."""
     task: asyncio.Task[None] = field(init=False)
+    generating: int = field(init=False)
+    """Episodes that an environment has, or will have."""
+
+    def __post_init__(self) -> None:
+        self.generating = len(self.episodes)
 
     def drop(self, journal: Journal, episode: str, reason: str) -> None:
         self.gone.add(episode)

@@ -25,6 +25,7 @@ Everything it uses is injected as `Parts`; it imports no torch and touches no di
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -50,6 +51,7 @@ from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
+from headrace.waits import Doing, Sight, TimeSpent, Waits
 
 T = TypeVar("T")
 
@@ -61,6 +63,13 @@ class Engines(Sampler, Protocol):
     """The rollout engines as one (see engine/pool.py)."""
 
     members: list[Any]
+    on_idle_changed: Callable[[], None]
+    """Called when a member has got its first request, or has answered its last."""
+
+    @property
+    def idle_members(self) -> int:
+        """How many have no request."""
+        ...
 
     @property
     def version(self) -> int: ...
@@ -117,6 +126,8 @@ class Parts:
     """Each done, with the error, when a component has died that nothing replaces."""
     replace: Callable[[Engine], Awaitable[None]] | None = None
     """Give an engine that is dead or stuck a new process, without weights yet. None: its failure ends the run."""
+    cpu_s: Callable[[], float] = time.thread_time
+    """Seconds that the controller's own thread has computed."""
     engine_deaths: Callable[[], Awaitable[Engine]] | None = None
     """The next engine that has died, to be replaced."""
 
@@ -147,6 +158,9 @@ class Pipeline:
         self._stopping = asyncio.Event()
         self._gave_up: GaveUp | None = None
         taught = config.training.learns_from_rewards
+        self.waits = Waits(asyncio.get_running_loop().time, most_generating=config.generating_episodes)
+        self.waits.look_around = self._look_around
+        parts.engines.on_idle_changed = self.waits.look
         self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
         self.publication = Publication(
             config.sync,
@@ -156,7 +170,7 @@ class Pipeline:
                 engines=parts.engines,
                 journal=parts.journal,
                 telemetry=parts.telemetry,
-                served=lambda: parts.buffer.engines_serve(parts.engines.version),
+                served=self._served,
                 replace=parts.replace,
             ),
         )
@@ -165,6 +179,9 @@ class Pipeline:
         self._evaluation: asyncio.Task[None] | None = None
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float]] | None] = asyncio.Queue()
         self._begun = 0.0
+        self._batches_taken = progress.step
+        self.time_spent: TimeSpent | None = None
+        """From the first version on until the last step."""
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups = Groups(
             config,
@@ -175,12 +192,29 @@ class Pipeline:
                 buffer=parts.buffer,
                 journal=parts.journal,
                 telemetry=parts.telemetry,
+                waits=self.waits,
                 vocabulary=parts.vocabulary,
             ),
             newest=lambda: progress.version,
             give_up=self._give_up,
         )
         parts.buffer.on_late = self._groups.cut
+
+    def _served(self) -> None:
+        self.parts.buffer.engines_serve(self.parts.engines.version)
+        self.waits.look()
+
+    def _look_around(self, sight: Sight) -> Sight:
+        """What the buffer, the engines and the trainer add to what the waits know."""
+        parts, progress, training = self.parts, self.progress, self.config.training
+        batch, ready = training.groups_per_batch, parts.buffer.ready
+        return sight._replace(
+            engines=len(parts.engines.members),
+            without_request=parts.engines.idle_members,
+            only_scoring=ready < batch <= ready + self.waits.groups_only_scored,
+            publishing=parts.engines.version < progress.version,
+            all_begun=parts.buffer.outstanding >= (training.steps - self._batches_taken) * batch,
+        )
 
     def _take_turns(self) -> Turns:
         parts = self.parts
@@ -271,14 +305,18 @@ class Pipeline:
 
     async def _trained(self, batch: Batch) -> StepReport:
         if self._turns is None:
-            return await self.parts.trainer.train(batch)
+            with self.waits.doing("training"):
+                return await self.parts.trainer.train(batch)
         step = batch.step
         if self._evaluates(step):
             # Afterwards the evaluator gets another version, and an evaluation does not end while it sleeps.
-            await self._settled(self._evaluation)
+            await self._wait_for("evaluation", self._evaluation)
         outdated = self._publishes(step) or step == self.config.training.steps
-        async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
-            return await self.parts.trainer.train(batch)
+        with self.waits.doing("turns"):
+            async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
+                self.waits.asleep(True)
+                with self.waits.doing("training"):
+                    return await self.parts.trainer.train(batch)
 
     def _notice_teacher(self, report: StepReport) -> None:
         if report.teacher != self.progress.teacher:
@@ -290,13 +328,15 @@ class Pipeline:
         take = asyncio.ensure_future(self._take())
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+            with self.waits.doing("batch"):
+                await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not take.done() or self._stopping.is_set():
                 return None
             version, groups = take.result()
         finally:
             take.cancel()
             stop.cancel()
+        self._batches_taken = self.progress.step + 1
         self._groups.taken(groups)
         how, control = self.config.training.algorithm.recipe, self.config.training.shuffle_rewards
         rewarded = shuffle_rewards(groups, seed=self.config.seed + version) if control else groups
@@ -323,17 +363,22 @@ class Pipeline:
         last = step == config.training.steps
         publish, judge, turns = self._publishes(step), self._evaluates(step), self._turns
         if self._keeps(step):
-            await self._keep(produced)
+            with self.waits.doing("training"):
+                await self._keep(produced)
         if judge:
-            await self._settled(self._evaluation)
+            await self._wait_for("evaluation", self._evaluation)
         if judge or (publish and turns is not None):
-            await self._publish_now(produced, rollouts=publish, judge=judge)
+            with self.waits.doing("publication"):
+                await self._publish_now(produced, rollouts=publish, judge=judge)
         self.publication.produced(produced, due=publish)
         if turns is not None:
-            await self._settled(self._publishing)
-            await turns.engines_turn(step=step, generating=not last, evaluating=self._evaluating)
+            await self._wait_for("publication", self._publishing)
+            with self.waits.doing("turns"):
+                await turns.engines_turn(step=step, generating=not last, evaluating=self._evaluating)
+            self.waits.asleep(False)
         if step % config.training.checkpoint_every == 0 and not last:
-            await self._checkpoint()
+            with self.waits.doing("training"):
+                await self._checkpoint()
 
     def _publishes(self, step: int) -> bool:
         """Whether the rollout engines get this step's version. Nothing is sampled under the last."""
@@ -435,15 +480,15 @@ class Pipeline:
 
     async def _report_loop(self) -> None:
         parts = self.parts
-        clock = asyncio.get_running_loop().time
-        seen = deque([(clock(), await parts.engines.usage(), await parts.trainer.usage())])
+        begun = await self._look_at_time()
+        seen = deque([begun])
         while (done := await self._steps_done.get()) is not None:
             report, at_end = done
-            engines_now, trainer_now = await asyncio.gather(parts.engines.usage(), parts.trainer.usage())
-            seen.append((clock(), engines_now, trainer_now))
-            while len(seen) > 2 and seen[1][0] < clock() - RATE_WINDOW_S:
+            seen.append(await self._look_at_time())
+            while len(seen) > 2 and seen[1].at < seen[-1].at - RATE_WINDOW_S:
                 seen.popleft()
-            engines, trainer = seen[-1][1].since(seen[0][1]), seen[-1][2].since(seen[0][2])
+            recent, self.time_spent = seen[-1].since(seen[0]), seen[-1].since(begun)
+            engines, trainer = recent.engines, recent.trainer
             self._tell(
                 {
                     **report.metrics,
@@ -454,10 +499,21 @@ class Pipeline:
                     "engine_idle_frac": _share(engines.idle_s, engines.wall_s),
                     "gen_tokens_per_s": _share(engines.tokens * len(parts.engines.members), engines.wall_s),
                     "train_tokens_per_s": _share(trainer.tokens, trainer.wall_s),
-                    **_spent("engine", seen[-1][1]),
-                    **_spent("trainer", seen[-1][2]),
+                    **recent.idle_metrics(),
+                    **_spent("engine", seen[-1].engines),
+                    **_spent("trainer", seen[-1].trainer),
                 }
             )
+
+    async def _look_at_time(self) -> TimeSpent:
+        engines, trainer = await asyncio.gather(self.parts.engines.usage(), self.parts.trainer.usage())
+        return TimeSpent(
+            at=asyncio.get_running_loop().time(),
+            engines=engines,
+            trainer=trainer,
+            waited=self.waits.waited(),
+            controller_s=self.parts.cpu_s(),
+        )
 
     def _tell(self, line: dict[str, Any]) -> None:
         self.parts.telemetry.step(line)
@@ -549,6 +605,10 @@ class Pipeline:
                 end.cancel()
             # One error has been raised already; what its aftermath raises is not news.
             await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _wait_for(self, what: Doing, task: asyncio.Task[None] | None) -> None:
+        with self.waits.doing(what):
+            await self._settled(task)
 
     async def _settled(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:
