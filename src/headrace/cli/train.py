@@ -14,6 +14,7 @@ from headrace.config.load import load_config
 from headrace.errors import RunFolderError
 from headrace.orchestration.folder import prepare
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.words import staleness_in_words, steps_in_words, time_in_words
 
 
 def command(
@@ -48,22 +49,17 @@ def command(
 
 def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     facts = [
-        ("steps", _steps(summary)),
+        ("steps", steps_in_words(summary)),
         ("accuracy", f"{accuracy(summary.get('eval_before'))} → {accuracy(summary.get('eval_after'))}"),
-        ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
+        ("staleness", staleness_in_words(summary)),
         ("episodes", ledger_line(summary.get("ledger") or {})),
+        *time_in_words(summary),
         ("report", str(run.report)),
         ("next", f"{myself()} audit {run.path}"),
         ("", f"{myself()} show {run.path} --best"),
     ]
     ended = "Finished" if summary.get("finished", True) else "Stopped early (--resume goes on)"
     console().print(facts_of(facts, title=f"{ended}: {run.path}"))
-
-
-def _steps(summary: dict[str, Any]) -> str:
-    done, begun = summary.get("steps", 0), summary.get("first_step", 0)
-    seconds = f"in {summary.get('seconds', 0.0):,.1f} s"
-    return f"{done:,} {seconds}" if not begun else f"{done:,}, of which {done - begun:,} {seconds}"
 
 
 def myself() -> str:
