@@ -225,6 +225,7 @@ def _idle(axis: Axes, lines: list[dict[str, Any]], who: str, title: str) -> None
     mean = float(np.nanmean(whole)) if np.isfinite(whole).any() else 0.0
     axis.set_title(f"{title} {mean:.0%}" + (", waiting for" if told else ""))
     axis.set_ylim(0, 1.0)
+    axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter(_percent())
     if told:
         handles, labels = axis.get_legend_handles_labels()

@@ -59,8 +59,8 @@ def gain_in_words(time: Mapping[str, Any]) -> str | None:
     if together < _TOLD:
         return None
     return (
-        f"{1 + together:.2f} times as fast as taking turns, if either side alone took as long: "
-        f"they worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)}"
+        f"up to {1 + together:.2f} times as fast as taking turns, if either side alone took as long: "
+        f"both worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)}"
     )
 
 
