@@ -106,12 +106,13 @@ class Groups:
         if reason is None:
             self._failures_in_row = 0
             await parts.buffer.put(group.ticket, record)
-            parts.waits.look()
+            parts.waits.look_at_groups()
             return
         group.drop_rest(parts.journal, reason)
         parts.telemetry.event("group_dropped", group=group.id, reason=reason)
         del self._running[group.ticket.sequence]
         await parts.buffer.drop(group.ticket)
+        parts.waits.look_at_groups()
         self._count_failure(reason, record, episodes)
 
     def _unfit(self, group: Group) -> str | None:

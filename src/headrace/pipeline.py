@@ -51,7 +51,7 @@ from headrace.telemetry.base import Telemetry
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
-from headrace.waits import Doing, Sight, TimeSpent, Waits
+from headrace.waits import Around, Doing, TimeSpent, Waits
 
 T = TypeVar("T")
 
@@ -159,7 +159,7 @@ class Pipeline:
         self._gave_up: GaveUp | None = None
         taught = config.training.learns_from_rewards
         self.waits = Waits(asyncio.get_running_loop().time, most_generating=config.generating_episodes)
-        self.waits.look_around = self._look_around
+        self.waits.look_around, self.waits.only_scoring = self._look_around, self._only_scoring
         parts.engines.on_idle_changed = self.waits.look
         self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
         self.publication = Publication(
@@ -204,17 +204,21 @@ class Pipeline:
         self.parts.buffer.engines_serve(self.parts.engines.version)
         self.waits.look()
 
-    def _look_around(self, sight: Sight) -> Sight:
-        """What the buffer, the engines and the trainer add to what the waits know."""
-        parts, progress, training = self.parts, self.progress, self.config.training
-        batch, ready = training.groups_per_batch, parts.buffer.ready
-        return sight._replace(
+    def _look_around(self) -> Around:
+        """What the waits do not know by themselves."""
+        parts, training = self.parts, self.config.training
+        batches_left = training.steps - self._batches_taken
+        return Around(
             engines=len(parts.engines.members),
             without_request=parts.engines.idle_members,
-            only_scoring=ready < batch <= ready + self.waits.groups_only_scored,
-            publishing=parts.engines.version < progress.version,
-            all_begun=parts.buffer.outstanding >= (training.steps - self._batches_taken) * batch,
+            only_scoring=self._only_scoring(),
+            publishing=parts.engines.version < self.progress.version,
+            all_begun=parts.buffer.outstanding >= batches_left * training.groups_per_batch,
         )
+
+    def _only_scoring(self) -> bool:
+        ready = self.parts.buffer.ready
+        return ready < self.config.training.groups_per_batch <= ready + self.waits.groups_only_scored
 
     def _take_turns(self) -> Turns:
         parts = self.parts

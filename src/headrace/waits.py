@@ -22,6 +22,16 @@ ENGINE_CAUSES = ("training", "environment", "scoring", "publication", "evaluatio
 """`training` is the staleness bound at work: nothing is admitted before the trainer has made its step."""
 
 
+class Around(NamedTuple):
+    """What buffer, engines and trainer add to a sight; fields as there."""
+
+    engines: int = 1
+    without_request: int = 0
+    only_scoring: bool = False
+    publishing: bool = False
+    all_begun: bool = False
+
+
 class Sight(NamedTuple):
     """What the controller sees at one moment."""
 
@@ -30,19 +40,19 @@ class Sight(NamedTuple):
     """Episodes that an environment has, some of which wait for engines."""
     scoring: int = 0
     """Episodes that a scorer has."""
+    full: bool = False
+    """So many episodes are generated that no more would be begun for the engines' sake."""
+    asleep: bool = False
+    """Engines have given their memory to the trainer."""
     engines: int = 1
     without_request: int = 0
     """Engines that have nothing to do."""
-    full: bool = False
-    """So many episodes are generated that no more would be begun for the engines' sake."""
     only_scoring: bool = False
     """The batch is complete as soon as groups are scored whose episodes have all been generated."""
     publishing: bool = False
     """Engines have not got the trainer's version yet."""
     all_begun: bool = False
     """Every group that the run will train on has been admitted."""
-    asleep: bool = False
-    """Engines have given their memory to the trainer."""
 
     @property
     def idle_engines(self) -> int:
@@ -104,8 +114,9 @@ class Waits:
 
     def __init__(self, clock: Callable[[], float], *, most_generating: int):
         """No more than `most_generating` episodes are generated at once."""
-        self.look_around: Callable[[Sight], Sight] = lambda sight: sight
-        """Fills in what only others know of a sight."""
+        self.look_around: Callable[[], Around] = Around
+        self.only_scoring: Callable[[], bool] = bool
+        """One of its fields, which groups change."""
         self._clock = clock
         self._most_generating = most_generating
         self._doing: Doing = "controller"
@@ -122,6 +133,7 @@ class Waits:
         self._engine_cause = "controller"
         self._idle = 0
         self._together = False
+        self._was_only_scoring = False
 
     @contextmanager
     def doing(self, what: Doing) -> Iterator[None]:
@@ -163,12 +175,16 @@ class Waits:
     def group_generated(self) -> None:
         """The last of a group's episodes has been generated."""
         self.groups_only_scored += 1
-        self.look()
+        self.look_at_groups()
 
     def group_scored(self) -> None:
-        """And scored."""
+        """And scored. `look_at_groups` is called when the buffer has it, or it was dropped."""
         self.groups_only_scored -= 1
-        self.look()
+
+    def look_at_groups(self) -> None:
+        """Of each group there is news; mostly it makes no difference to what is waited for."""
+        if self._doing == "batch" and self.only_scoring() != self._was_only_scoring:
+            self.look()
 
     def asleep(self, asleep: bool) -> None:
         """Whether the engines have given their memory to the trainer."""
@@ -183,15 +199,10 @@ class Waits:
             self._trainer[self._trainer_cause] += spent
         self._engines[self._engine_cause] += spent * self._idle
         self._together_s += spent * self._together
-        sight = self.look_around(
-            Sight(
-                doing=self._doing,
-                generating=self._generating,
-                scoring=self._scoring,
-                full=self._generating >= self._most_generating,
-                asleep=self._asleep,
-            )
-        )
+        full = self._generating >= self._most_generating
+        around = self.look_around()
+        sight = Sight(self._doing, self._generating, self._scoring, full, self._asleep, *around)
+        self._was_only_scoring = sight.only_scoring
         self._trainer_cause, self._engine_cause = trainer_waits_for(sight), engines_wait_for(sight)
         self._idle = sight.idle_engines
         self._together = self._doing == "training" and not self._asleep and self._generating + self._scoring > 0

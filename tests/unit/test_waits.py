@@ -21,6 +21,7 @@ from headrace.usage import Usage
 from headrace.waits import (
     ENGINE_CAUSES,
     TRAINER_CAUSES,
+    Around,
     Sight,
     TimeSpent,
     Waited,
@@ -79,7 +80,7 @@ def test_seconds_are_added_up_by_the_cause_there_was_meanwhile() -> None:
     clock = Clock()
     waits = Waits(clock, most_generating=8)
     empty = 2
-    waits.look_around = lambda sight: sight._replace(engines=2, without_request=empty)
+    waits.look_around = lambda: Around(engines=2, without_request=empty)
     with waits.doing("batch"):
         with waits.generating():
             clock.now += 1  # both engines wait for the environment, and the trainer does
@@ -102,6 +103,28 @@ def test_seconds_are_added_up_by_the_cause_there_was_meanwhile() -> None:
     assert waited.together_s == 8
     clock.now += 1
     assert waits.waited().since(waited).trainer == causes(controller=1)(TRAINER_CAUSES)
+
+
+def test_the_trainer_waits_for_scoring_from_when_the_batch_lacks_only_groups_that_are_scored() -> None:
+    clock = Clock()
+    waits = Waits(clock, most_generating=8)
+    ready = 0
+    waits.only_scoring = lambda: ready < 2 <= ready + waits.groups_only_scored
+    waits.look_around = lambda: Around(only_scoring=waits.only_scoring())
+    with waits.doing("batch"), waits.generating(), waits.scoring():
+        clock.now += 1
+        waits.group_generated()
+        clock.now += 2
+        waits.group_generated()
+        clock.now += 4  # both groups of the batch are with the scorer, while a third is generated
+        waits.group_scored()
+        ready += 1
+        waits.look_at_groups()
+        clock.now += 8
+        waits.group_scored()
+        ready += 1
+        waits.look_at_groups()
+    assert waits.waited().trainer == causes(generation=3, scoring=12)(TRAINER_CAUSES)
 
 
 def test_shares_add_up_to_what_the_component_measured_and_the_rest_is_the_controllers() -> None:
