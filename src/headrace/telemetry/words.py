@@ -54,13 +54,17 @@ def idle_in_words(shares: Mapping[str, float], words: Mapping[str, str]) -> str:
 
 
 def gain_in_words(time: Mapping[str, Any]) -> str | None:
-    """What working side by side was worth: one after the other, what overlapped would have come on top."""
+    """What working side by side was worth: one after the other, what overlapped would have come on top.
+
+    Where both compete for the same processors, either side alone would be faster, and the gain less.
+    """
     together, seconds = time.get("together") or 0.0, time.get("seconds") or 0.0
     if together < _TOLD:
         return None
     return (
-        f"up to {1 + together:.2f} times as fast as taking turns, if either side alone took as long: "
-        f"both worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)}"
+        f"both worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)}: up to "
+        f"{1 + together:.2f} times as fast as taking turns, less where they share cores or a card "
+        "(--set buffer.max_staleness=0 measures it)"
     )
 
 
