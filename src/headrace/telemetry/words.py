@@ -53,18 +53,15 @@ def idle_in_words(shares: Mapping[str, float], words: Mapping[str, str]) -> str:
     return text
 
 
-def gain_in_words(time: Mapping[str, Any]) -> str | None:
-    """What working side by side was worth: one after the other, what overlapped would have come on top.
-
-    Where both compete for the same processors, either side alone would be faster, and the gain less.
-    """
+def overlap_in_words(time: Mapping[str, Any]) -> str | None:
+    """How long both sides worked at once. What that is worth, only a run that takes turns can tell: either side may
+    be faster alone, where they share cores, and a batch that waits for a scorer holds up nobody here."""
     together, seconds = time.get("together") or 0.0, time.get("seconds") or 0.0
     if together < _TOLD:
         return None
     return (
-        f"both worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)}: up to "
-        f"{1 + together:.2f} times as fast as taking turns, less where they share cores or a card "
-        "(--set buffer.max_staleness=0 measures it)"
+        f"both worked at once for {seconds_in_words(together * seconds)} of {seconds_in_words(seconds)} "
+        "(what taking turns would take: --set buffer.max_staleness=0)"
     )
 
 
@@ -77,5 +74,5 @@ def time_in_words(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trainer idle", idle_in_words(time["trainer_idle"], TRAINER_WORDS)),
         ("engines idle", idle_in_words(time["engine_idle"], ENGINE_WORDS)),
     ]
-    gain = gain_in_words(time)
-    return [*facts, ("side by side", gain)] if gain else facts
+    overlap = overlap_in_words(time)
+    return [*facts, ("side by side", overlap)] if overlap else facts

@@ -38,15 +38,14 @@ def test_idle_time_is_told_by_cause_the_longest_first() -> None:
     assert idle_in_words({"scoring": 0.0}, TRAINER_WORDS) == "0% of the time"
 
 
-def test_the_gain_of_working_side_by_side_is_told_with_its_assumption() -> None:
+def test_how_long_both_sides_worked_at_once_is_told_where_they_did() -> None:
     time = {"seconds": 30.0, "trainer_idle": {"generation": 0.5}, "engine_idle": {"training": 0.2}, "together": 0.4}
     assert time_in_words({"time": time}) == [
         ("trainer idle", "50% of the time, waiting for generation 50%"),
         ("engines idle", "20% of the time, waiting for the trainer (staleness bound) 20%"),
         (
             "side by side",
-            "both worked at once for 12.0 s of 30.0 s: up to 1.40 times as fast as taking turns, less where they "
-            "share cores or a card (--set buffer.max_staleness=0 measures it)",
+            "both worked at once for 12.0 s of 30.0 s (what taking turns would take: --set buffer.max_staleness=0)",
         ),
     ]
     assert [name for name, _ in time_in_words({"time": time | {"together": 0.0}})] == [
