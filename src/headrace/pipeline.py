@@ -317,8 +317,8 @@ class Pipeline:
             await self._wait_for("evaluation", self._evaluation)
         outdated = self._publishes(step) or step == self.config.training.steps
         with self.waits.doing("turns"):
+            self.waits.asleep(True)
             async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
-                self.waits.asleep(True)
                 with self.waits.doing("training"):
                     return await self.parts.trainer.train(batch)
 

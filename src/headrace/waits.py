@@ -43,7 +43,7 @@ class Sight(NamedTuple):
     full: bool = False
     """So many episodes are generated that no more would be begun for the engines' sake."""
     asleep: bool = False
-    """Engines have given their memory to the trainer."""
+    """Engines give their memory to the trainer, or have given it."""
     engines: int = 1
     without_request: int = 0
     """Engines that have nothing to do."""
@@ -187,7 +187,7 @@ class Waits:
             self.look()
 
     def asleep(self, asleep: bool) -> None:
-        """Whether the engines have given their memory to the trainer."""
+        """Whether the engines give their memory to the trainer, or have given it."""
         self._asleep = asleep
         self.look()
 

@@ -177,7 +177,7 @@ def picture(stored: StoredEpisode, tokenizer: Tokenizer | None, *, full: bool = 
         if given:
             text = Text(_plain(given), style="dim")
             parts += [text if full else shortened(text, MAX_CONTEXT), Rule(style="dim")]
-        parts.append(wrote)
+        parts.append(wrote if wrote.plain else Text("(no text but special tokens)", style="dim italic"))
     if episode.task.answer is not None:
         parts += [Rule(style="dim"), Text(f"answer: {_plain(episode.task.answer)}", style="dim")]
     return Panel(Group(*parts), title=Text(episode.id), subtitle=Text(f"group {stored.group}"), border_style=colour)
@@ -193,7 +193,7 @@ def _turn_rule(episode: Episode, place: int, context: NewContext) -> Rule:
     if context.after is not None:
         title += f", after turn {context.after + 1}"
     if place:
-        title += f", {len(context.tokens):,} new tokens of context"
+        title += f", {len(context.tokens):,} new {'token' if len(context.tokens) == 1 else 'tokens'} of context"
     return Rule(Text(title, style="dim"), style="dim", align="left")
 
 

@@ -41,7 +41,7 @@ CAUSE_COLOURS = {
     "controller": GREY,
 }
 """Of what is waited for; stacked in this order."""
-CAUSE_LABELS = {"training": "trainer (bound)", "turns": "sleep, wake", "end": "run's end"}
+CAUSE_LABELS = {"training": "trainer's step", "turns": "sleep, wake", "end": "run's end"}
 _TOLD = 0.005
 """Causes with smaller shares of the time are not drawn."""
 COLUMNS = 3

@@ -18,7 +18,7 @@ TRAINER_WORDS = {
 }
 ENGINE_WORDS = {
     **TRAINER_WORDS,
-    "training": "the trainer (staleness bound)",
+    "training": "the trainer's step",
     "end": "the end (all was sampled)",
     "turns": "their turn",
 }

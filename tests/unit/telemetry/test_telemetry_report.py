@@ -150,7 +150,7 @@ def test_idle_time_is_stacked_by_cause_and_causes_that_hardly_occur_are_left_out
     found = {axis.get_title(loc="left"): axis for axis in figure.axes}
     trainer, engines = found["Trainer idle 50%, waiting for"], found["Engines idle 25%, waiting for"]
     assert [text.get_text() for text in trainer.get_legend().get_texts()] == ["scoring", "generation"]
-    assert [text.get_text() for text in engines.get_legend().get_texts()] == ["trainer (bound)"]
+    assert [text.get_text() for text in engines.get_legend().get_texts()] == ["trainer's step"]
     tops = [area.get_paths()[0].vertices[:, 1].max() for area in trainer.collections]
     assert tops == pytest.approx([0.2, 0.5])
 

@@ -42,7 +42,7 @@ def test_how_long_both_sides_worked_at_once_is_told_where_they_did() -> None:
     time = {"seconds": 30.0, "trainer_idle": {"generation": 0.5}, "engine_idle": {"training": 0.2}, "together": 0.4}
     assert time_in_words({"time": time}) == [
         ("trainer idle", "50% of the time, waiting for generation 50%"),
-        ("engines idle", "20% of the time, waiting for the trainer (staleness bound) 20%"),
+        ("engines idle", "20% of the time, waiting for the trainer's step 20%"),
         (
             "side by side",
             "both worked at once for 12.0 s of 30.0 s (what taking turns would take: --set buffer.max_staleness=0)",
