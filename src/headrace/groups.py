@@ -135,8 +135,11 @@ class Groups:
             on_tokens=lambda count: parts.journal.receive(name, count),
             on_wasted=lambda count: parts.journal.waste(name, count),
         )
-        with parts.waits.generating():
+        parts.waits.generates(1)
+        try:
             episode = await parts.rollouts.run(request)
+        finally:
+            parts.waits.generates(-1)
         parts.buffer.ended(group.ticket)
         group.generating -= 1
         if group.generating == 0:
@@ -147,8 +150,11 @@ class Groups:
             elif why := flaw(episode, newest=self._newest(), vocabulary=parts.vocabulary):
                 episode = episode.with_(failure="bad_turn", detail=why)
             else:
-                with parts.waits.scoring():
+                parts.waits.scores(1)
+                try:
                     episode = await self._score(group, episode)
+                finally:
+                    parts.waits.scores(-1)
         if episode.failure is not None:
             group.drop(parts.journal, name, episode.failure)
         return episode

@@ -146,31 +146,17 @@ class Waits:
             self._doing = before
             self.look()
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """An environment has an episode, within."""
-        self._generating += 1
-        if self._generating == 1 or self._generating == self._most_generating:
+    def generates(self, change: int) -> None:
+        """An environment has got an episode (1), or is done with one (-1)."""
+        self._generating = count = self._generating + change
+        if count == (change > 0) or count == self._most_generating - (change < 0):
             self.look()
-        try:
-            yield
-        finally:
-            self._generating -= 1
-            if self._generating == 0 or self._generating == self._most_generating - 1:
-                self.look()
 
-    @contextmanager
-    def scoring(self) -> Iterator[None]:
-        """A scorer has an episode, within."""
-        self._scoring += 1
-        if self._scoring == 1:
+    def scores(self, change: int) -> None:
+        """A scorer has got an episode (1), or is done with one (-1)."""
+        self._scoring = count = self._scoring + change
+        if count == (change > 0):
             self.look()
-        try:
-            yield
-        finally:
-            self._scoring -= 1
-            if self._scoring == 0:
-                self.look()
 
     def group_generated(self) -> None:
         """The last of a group's episodes has been generated."""

@@ -82,19 +82,23 @@ def test_seconds_are_added_up_by_the_cause_there_was_meanwhile() -> None:
     empty = 2
     waits.look_around = lambda: Around(engines=2, without_request=empty)
     with waits.doing("batch"):
-        with waits.generating():
-            clock.now += 1  # both engines wait for the environment, and the trainer does
-            empty = 1
-            waits.look()
-            clock.now += 2  # the trainer waits for generation; one engine has no request
-            empty = 2
-            waits.look()
-        with waits.scoring():
-            clock.now += 4
-    with waits.doing("training"), waits.scoring():
+        waits.generates(1)
+        clock.now += 1  # both engines wait for the environment, and the trainer does
+        empty = 1
+        waits.look()
+        clock.now += 2  # the trainer waits for generation; one engine has no request
+        empty = 2
+        waits.look()
+        waits.generates(-1)
+        waits.scores(1)
+        clock.now += 4
+        waits.scores(-1)
+    with waits.doing("training"):
+        waits.scores(1)
         clock.now += 8  # engines wait for the trainer, which works while an episode is scored
         waits.asleep(True)
         clock.now += 16
+        waits.scores(-1)
     waits.asleep(False)
     clock.now += 32
     waited = waits.waited()
@@ -111,7 +115,9 @@ def test_the_trainer_waits_for_scoring_from_when_the_batch_lacks_only_groups_tha
     ready = 0
     waits.only_scoring = lambda: ready < 2 <= ready + waits.groups_only_scored
     waits.look_around = lambda: Around(only_scoring=waits.only_scoring())
-    with waits.doing("batch"), waits.generating(), waits.scoring():
+    waits.generates(1)
+    waits.scores(1)
+    with waits.doing("batch"):
         clock.now += 1
         waits.group_generated()
         clock.now += 2
