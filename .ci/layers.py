@@ -32,7 +32,7 @@ FLOOR = {
     "config.base",
 }
 ROOMS = {"rollout", "engine", "scoring", "buffer", "training", "sync", "models", "telemetry"}
-PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config", "memory_plan"}
+PIPELINE = {"pipeline", "publication", "groups", "turns", "evaluation", "resume", "config", "memory_plan", "waits"}
 ABOVE = {"orchestration", "simulator", "audit", "testing"}
 TOP = {"bench", "cli", "__main__"}
 FACES = {"base", "config", "memory_plan"}

@@ -9,6 +9,7 @@ The model starts out lazy nine times out of ten. Nobody tells it to think; the r
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 
@@ -72,3 +73,9 @@ def score(task: Task, attempt: Attempt) -> float:
     """1 if the completion ended by itself and what follows its one "=" is right, however it got there."""
     parts = attempt.text.split("=")
     return float(attempt.stop == "end" and len(parts) == 2 and parts[1].strip() == task.answer)
+
+
+async def patient_score(task: Task, attempt: Attempt, wait_s: float = 0.3) -> float:
+    """The same after a while, as from a judge behind a network: the wait that asynchrony hides."""
+    await asyncio.sleep(wait_s)
+    return score(task, attempt)

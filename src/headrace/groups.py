@@ -21,6 +21,7 @@ from headrace.scoring.advantages import compared
 from headrace.scoring.base import Scorers
 from headrace.telemetry.base import Telemetry
 from headrace.training.checks import flaw
+from headrace.waits import Waits
 
 
 @dataclass
@@ -33,6 +34,7 @@ class GroupsParts:
     buffer: Buffer
     journal: Journal
     telemetry: Telemetry
+    waits: Waits
     vocabulary: int | None = None
     """As the trainer's model has it."""
 
@@ -91,6 +93,7 @@ class Groups:
         """Run a ticket's episodes, score each as it ends, and hand the group over or drop it."""
         parts = self._parts
         episodes = await asyncio.gather(*(self._run_episode(group, i) for i in range(len(group.episodes))))
+        parts.waits.group_scored()
         kept = [e for e in episodes if e.failure is None]
         for episode in episodes:
             if episode.failure is not None:
@@ -106,11 +109,13 @@ class Groups:
         if reason is None:
             self._failures_in_row = 0
             await parts.buffer.put(group.ticket, record)
+            parts.waits.look_at_groups()
             return
         group.drop_rest(parts.journal, reason)
         parts.telemetry.event("group_dropped", group=group.id, reason=reason)
         del self._running[group.ticket.sequence]
         await parts.buffer.drop(group.ticket)
+        parts.waits.look_at_groups()
         self._count_failure(reason, record, episodes)
 
     def _unfit(self, group: Group) -> str | None:
@@ -133,15 +138,26 @@ class Groups:
             on_tokens=lambda count: parts.journal.receive(name, count),
             on_wasted=lambda count: parts.journal.waste(name, count),
         )
-        episode = await parts.rollouts.run(request)
+        parts.waits.generates(1)
+        try:
+            episode = await parts.rollouts.run(request)
+        finally:
+            parts.waits.generates(-1)
         parts.buffer.ended(group.ticket)
+        group.generating -= 1
+        if group.generating == 0:
+            parts.waits.group_generated()
         if episode.failure is None:
             if episode.num_tokens == 0:
                 episode = episode.with_(failure="no_tokens")
             elif why := flaw(episode, newest=self._newest(), vocabulary=parts.vocabulary):
                 episode = episode.with_(failure="bad_turn", detail=why)
             else:
-                episode = await self._score(group, episode)
+                parts.waits.scores(1)
+                try:
+                    episode = await self._score(group, episode)
+                finally:
+                    parts.waits.scores(-1)
         if episode.failure is not None:
             group.drop(parts.journal, name, episode.failure)
         self._on_ended(episode)
@@ -199,6 +215,11 @@ class _Running:
     late: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     """Done when what is not finished of it is to be dropped."""
     task: asyncio.Task[None] = field(init=False)
+    generating: int = field(init=False)
+    """Episodes that an environment has, or will have."""
+
+    def __post_init__(self) -> None:
+        self.generating = len(self.episodes)
 
     def drop(self, journal: Journal, episode: str, reason: str) -> None:
         self.gone.add(episode)

@@ -25,6 +25,7 @@ Everything it uses is injected as `Parts`; it imports no torch and touches no di
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -52,6 +53,7 @@ from headrace.telemetry.metrics import users_keys
 from headrace.training.base import StepReport, Trainer
 from headrace.turns import Turns, TurnsParts
 from headrace.usage import Usage
+from headrace.waits import Around, Doing, TimeSpent, Waits
 
 T = TypeVar("T")
 
@@ -63,6 +65,13 @@ class Engines(Sampler, Protocol):
     """The rollout engines as one (see engine/pool.py)."""
 
     members: list[Any]
+    on_idle_changed: Callable[[], None]
+    """Called when a member has got its first request, or has answered its last."""
+
+    @property
+    def idle_members(self) -> int:
+        """How many have no request."""
+        ...
 
     @property
     def version(self) -> int: ...
@@ -120,6 +129,8 @@ class Parts:
     """Each done, with the error, when a component has died that nothing replaces."""
     replace: Callable[[Engine], Awaitable[None]] | None = None
     """Give an engine that is dead or stuck a new process, without weights yet. None: its failure ends the run."""
+    cpu_s: Callable[[], float] = time.thread_time
+    """Seconds that the controller's own thread has computed."""
     engine_deaths: Callable[[], Awaitable[Engine]] | None = None
     """The next engine that has died, to be replaced."""
 
@@ -150,6 +161,9 @@ class Pipeline:
         self._stopping = asyncio.Event()
         self._gave_up: GaveUp | None = None
         taught = config.training.learns_from_rewards
+        self.waits = Waits(asyncio.get_running_loop().time, most_generating=config.generating_episodes)
+        self.waits.look_around, self.waits.only_scoring = self._look_around, self._only_scoring
+        parts.engines.on_idle_changed = self.waits.look
         self._alarms = Alarms([rule for rule in RULES if taught or rule.metric != "zero_advantage_frac"])
         window = config.training.groups_per_batch * config.training.group_size
         self._failures = FailureWatch(min(max(window, 128), 1024))
@@ -161,7 +175,7 @@ class Pipeline:
                 engines=parts.engines,
                 journal=parts.journal,
                 telemetry=parts.telemetry,
-                served=lambda: parts.buffer.engines_serve(parts.engines.version),
+                served=self._served,
                 replace=parts.replace,
             ),
         )
@@ -170,6 +184,9 @@ class Pipeline:
         self._evaluation: asyncio.Task[None] | None = None
         self._steps_done: asyncio.Queue[tuple[StepReport, dict[str, float | None]] | None] = asyncio.Queue()
         self._begun = 0.0
+        self._batches_taken = progress.step
+        self.time_spent: TimeSpent | None = None
+        """From the first version on until the last step."""
         self._failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
         self._groups = Groups(
             config,
@@ -180,6 +197,7 @@ class Pipeline:
                 buffer=parts.buffer,
                 journal=parts.journal,
                 telemetry=parts.telemetry,
+                waits=self.waits,
                 vocabulary=parts.vocabulary,
             ),
             newest=lambda: progress.version,
@@ -187,6 +205,26 @@ class Pipeline:
             on_ended=self._watch_failures,
         )
         parts.buffer.on_late = self._groups.cut
+
+    def _served(self) -> None:
+        self.parts.buffer.engines_serve(self.parts.engines.version)
+        self.waits.look()
+
+    def _look_around(self) -> Around:
+        """What the waits do not know by themselves."""
+        parts, training = self.parts, self.config.training
+        batches_left = training.steps - self._batches_taken
+        return Around(
+            engines=len(parts.engines.members),
+            without_request=parts.engines.idle_members,
+            only_scoring=self._only_scoring(),
+            publishing=parts.engines.version < self.progress.version,
+            all_begun=parts.buffer.outstanding >= batches_left * training.groups_per_batch,
+        )
+
+    def _only_scoring(self) -> bool:
+        ready = self.parts.buffer.ready
+        return ready < self.config.training.groups_per_batch <= ready + self.waits.groups_only_scored
 
     def _take_turns(self) -> Turns:
         parts = self.parts
@@ -277,14 +315,18 @@ class Pipeline:
 
     async def _trained(self, batch: Batch) -> StepReport:
         if self._turns is None:
-            return await self.parts.trainer.train(batch)
+            with self.waits.doing("training"):
+                return await self.parts.trainer.train(batch)
         step = batch.step
         if self._evaluates(step):
             # Afterwards the evaluator gets another version, and an evaluation does not end while it sleeps.
-            await self._settled(self._evaluation)
+            await self._wait_for("evaluation", self._evaluation)
         outdated = self._publishes(step) or step == self.config.training.steps
-        async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
-            return await self.parts.trainer.train(batch)
+        with self.waits.doing("turns"):
+            self.waits.asleep(True)
+            async with self._turns.trainers_turn(outdated=outdated, evaluating=self._evaluating):
+                with self.waits.doing("training"):
+                    return await self.parts.trainer.train(batch)
 
     def _notice_teacher(self, report: StepReport) -> None:
         if report.teacher != self.progress.teacher:
@@ -296,13 +338,15 @@ class Pipeline:
         take = asyncio.ensure_future(self._take())
         stop = asyncio.ensure_future(self._stopping.wait())
         try:
-            await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
+            with self.waits.doing("batch"):
+                await asyncio.wait({take, stop}, return_when=asyncio.FIRST_COMPLETED)
             if not take.done() or self._stopping.is_set():
                 return None
             version, groups = take.result()
         finally:
             take.cancel()
             stop.cancel()
+        self._batches_taken = self.progress.step + 1
         self._groups.taken(groups)
         how, control = self.config.training.comparison, self.config.training.shuffle_rewards
         rewarded = shuffle_rewards(groups, seed=self.config.seed + version) if control else groups
@@ -328,17 +372,22 @@ class Pipeline:
         last = step == config.training.steps
         publish, judge, turns = self._publishes(step), self._evaluates(step), self._turns
         if self._keeps(step):
-            await self._keep(produced)
+            with self.waits.doing("training"):
+                await self._keep(produced)
         if judge:
-            await self._settled(self._evaluation)
+            await self._wait_for("evaluation", self._evaluation)
         if judge or (publish and turns is not None):
-            await self._publish_now(produced, rollouts=publish, judge=judge)
+            with self.waits.doing("publication"):
+                await self._publish_now(produced, rollouts=publish, judge=judge)
         self.publication.produced(produced, due=publish)
         if turns is not None:
-            await self._settled(self._publishing)
-            await turns.engines_turn(step=step, generating=not last, evaluating=self._evaluating)
+            await self._wait_for("publication", self._publishing)
+            with self.waits.doing("turns"):
+                await turns.engines_turn(step=step, generating=not last, evaluating=self._evaluating)
+            self.waits.asleep(False)
         if step % config.training.checkpoint_every == 0 and not last:
-            await self._checkpoint()
+            with self.waits.doing("training"):
+                await self._checkpoint()
 
     def _publishes(self, step: int) -> bool:
         """Whether the rollout engines get this step's version. Nothing is sampled under the last."""
@@ -445,15 +494,15 @@ class Pipeline:
 
     async def _report_loop(self) -> None:
         parts = self.parts
-        clock = asyncio.get_running_loop().time
-        seen = deque([(clock(), await parts.engines.usage(), await parts.trainer.usage())])
+        begun = await self._look_at_time()
+        seen = deque([begun])
         while (done := await self._steps_done.get()) is not None:
             report, at_end = done
-            engines_now, trainer_now = await asyncio.gather(parts.engines.usage(), parts.trainer.usage())
-            seen.append((clock(), engines_now, trainer_now))
-            while len(seen) > 2 and seen[1][0] < clock() - RATE_WINDOW_S:
+            seen.append(await self._look_at_time())
+            while len(seen) > 2 and seen[1].at < seen[-1].at - RATE_WINDOW_S:
                 seen.popleft()
-            engines, trainer = seen[-1][1].since(seen[0][1]), seen[-1][2].since(seen[0][2])
+            recent, self.time_spent = seen[-1].since(seen[0]), seen[-1].since(begun)
+            engines, trainer = recent.engines, recent.trainer
             self._tell(
                 {
                     **report.metrics,
@@ -464,10 +513,21 @@ class Pipeline:
                     "engine_idle_frac": _share(engines.idle_s, engines.wall_s),
                     "gen_tokens_per_s": _share(engines.tokens * len(parts.engines.members), engines.wall_s),
                     "train_tokens_per_s": _share(trainer.tokens, trainer.wall_s),
-                    **_spent("engine", seen[-1][1]),
-                    **_spent("trainer", seen[-1][2]),
+                    **recent.idle_metrics(),
+                    **_spent("engine", seen[-1].engines),
+                    **_spent("trainer", seen[-1].trainer),
                 }
             )
+
+    async def _look_at_time(self) -> TimeSpent:
+        engines, trainer = await asyncio.gather(self.parts.engines.usage(), self.parts.trainer.usage())
+        return TimeSpent(
+            at=asyncio.get_running_loop().time(),
+            engines=engines,
+            trainer=trainer,
+            waited=self.waits.waited(),
+            controller_s=self.parts.cpu_s(),
+        )
 
     def _tell(self, line: dict[str, Any]) -> None:
         self.parts.telemetry.step(line)
@@ -565,6 +625,10 @@ class Pipeline:
                 end.cancel()
             # One error has been raised already; what its aftermath raises is not news.
             await asyncio.gather(*ends, return_exceptions=True)
+
+    async def _wait_for(self, what: Doing, task: asyncio.Task[None] | None) -> None:
+        with self.waits.doing(what):
+            await self._settled(task)
 
     async def _settled(self, task: asyncio.Task[None] | None) -> None:
         if task is not None:

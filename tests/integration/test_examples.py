@@ -136,6 +136,22 @@ def test_an_environment_of_ones_own_asks_again_after_a_wrong_answer(checkout: Pa
     assert min(found.values()) > 0
 
 
+def test_taking_turns_with_a_patient_scorer_both_sides_say_that_they_waited_for_it(checkout: Path) -> None:
+    patient = "scorer.source=examples/quickstart/days.py:patient_score"
+    run = train(
+        checkout, "judge", patient, "scorer.options.wait_s=4", "buffer.max_staleness=0", "training.threads=1"
+    )
+    time = json.loads((run / "summary.json").read_text())["time"]
+    for who in ("trainer", "engine"):
+        shares = time[f"{who}_idle"]
+        assert max(shares, key=shares.__getitem__) == "scoring"
+        for line in lines(run / "metrics.jsonl"):
+            by_cause = [line[f"{who}_idle_{cause}_frac"] for cause in shares]
+            assert sum(by_cause) == pytest.approx(line[f"{who}_idle_frac"], abs=1e-9)
+    # Nothing is generated or scored during a step.
+    assert time["together"] < 0.05
+
+
 def test_a_run_from_python_uses_the_scripts_own_classes(checkout: Path) -> None:
     out = call(checkout, sys.executable, "examples/library.py", *SHORT)
     run = checkout / "runs/library"

@@ -90,6 +90,7 @@ def show(
     group: Annotated[str | None, typer.Option(metavar="ID", help="Only this group's episodes.")] = None,
     step: Annotated[int | None, typer.Option(metavar="N", min=1, help="Only this step's episodes.")] = None,
     count: Annotated[int, typer.Option("-n", metavar="COUNT", min=1, help="How many.")] = 5,
+    full: Annotated[bool, typer.Option("--full", help="Leave nothing out of long texts.")] = False,
     json: Json = False,
 ) -> None:
     """Read a run's episodes; the latest ones unless told otherwise."""
@@ -99,7 +100,7 @@ def show(
     chosen = [name for name, given in flags.items() if given]
     if len(chosen) > 1:
         raise typer.BadParameter(f"choose one of --{' and --'.join(chosen)}")
-    command(run, chosen[0] if chosen else None, group, step, count, json=json)
+    command(run, chosen[0] if chosen else None, group, step, count, full=full, json=json)
 
 
 @app.command()

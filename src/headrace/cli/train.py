@@ -16,6 +16,7 @@ from headrace.orchestration.folder import in_folder, prepare
 from headrace.orchestration.opening import open_run, refuse_windows
 from headrace.telemetry.evaluations import best_of_text, interval_text, metric_of, sets_of, shown, valid_number
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.words import staleness_in_words, steps_in_words, time_in_words
 
 MAX_METRICS = 6
 """Of users' metrics, shown at the end of a run; summary.json has all."""
@@ -50,10 +51,11 @@ def command(
 
 def print_summary(run: RunFolder, summary: dict[str, Any]) -> None:
     facts = [
-        ("steps", _steps(summary)),
+        ("steps", steps_in_words(summary)),
         *_evaluations(summary),
-        ("staleness", f"at most {summary.get('staleness_max', 0)} versions"),
+        ("staleness", staleness_in_words(summary)),
         ("episodes", ledger_line(summary.get("ledger") or {})),
+        *time_in_words(summary),
         *_users_metrics(summary.get("user") or {}),
         ("report", str(run.report)),
         ("next", f"{myself()} audit {run.path}"),
@@ -72,12 +74,6 @@ def _users_metrics(means: dict[str, float]) -> list[tuple[str, str]]:
     text = ", ".join(f"{name} {mean:.3g}" for name, mean in list(means.items())[:MAX_METRICS])
     more = len(means) - MAX_METRICS
     return [("metrics", f"{text}, and {more} more" if more > 0 else text)] if means else []
-
-
-def _steps(summary: dict[str, Any]) -> str:
-    done, begun = summary.get("steps", 0), summary.get("first_step", 0)
-    seconds = f"in {summary.get('seconds', 0.0):,.1f} s"
-    return f"{done:,} {seconds}" if not begun else f"{done:,}, of which {done - begun:,} {seconds}"
 
 
 def myself() -> str:

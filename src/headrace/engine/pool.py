@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import reduce
 
 import msgspec
@@ -35,6 +36,10 @@ class EnginePool:
         self._holding: dict[int, Engine] = {}
         self._cut: set[int] = set()
         self._usage: dict[str, Usage] = {}
+        self._requests: Counter[str] = Counter()
+        """By the names of members."""
+        self.on_idle_changed: Callable[[], None] = lambda: None
+        """Called when a member has got its first request, or has answered its last."""
 
     @property
     def version(self) -> int:
@@ -44,6 +49,11 @@ class EnginePool:
     @property
     def _serving_members(self) -> list[Engine]:
         return [engine for engine in self.members if engine.version >= 0]
+
+    @property
+    def idle_members(self) -> int:
+        """How many have no request."""
+        return len(self.members) - len(self._requests)
 
     async def sample(self, request: SampleRequest) -> Turn:
         if request.adapter is None and self._adapter is not None:
@@ -64,6 +74,7 @@ class EnginePool:
             if request.id in self._cut:
                 raise EpisodeFailure("late", "it was cut while its engine was being replaced")
             self._open[request.id] = engine
+            self._count_request(engine, 1)
             try:
                 turn = await engine.sample(request)
                 while turn.stop == "cancelled" and request.id not in self._cut:
@@ -71,16 +82,30 @@ class EnginePool:
                 return engine, turn
             except ComponentDied:
                 self._open[request.id] = None
+            finally:
+                self._count_request(engine, -1)
+
+    def _count_request(self, engine: Engine, change: int) -> None:
+        count = self._requests[engine.name] + change
+        if count:
+            self._requests[engine.name] = count
+        else:
+            del self._requests[engine.name]
+        if count == max(change, 0):
+            self.on_idle_changed()
 
     async def score(self, request: ScoreRequest) -> Turn:
         if request.adapter is None and self._adapter is not None:
             request = msgspec.structs.replace(request, adapter=self._adapter)
         while True:
             engine = await self._member(None)
+            self._count_request(engine, 1)
             try:
                 return await engine.score(request)
             except ComponentDied:
                 continue
+            finally:
+                self._count_request(engine, -1)
 
     def cut(self, request_id: int) -> None:
         if request_id in self._open:

@@ -521,6 +521,7 @@ class _Run:
             "staleness_max": lag[0][0],
             "finished": not pipeline.stopped_early,
             "ledger": sums,
+            "time": None if pipeline.time_spent is None else pipeline.time_spent.summary(),
             "mean_tokens": {state: round(mean, 2) for state, mean in lengths},
             "evaluations": evaluations,
             "user": users_summary(self._place.read_metrics()),

@@ -104,6 +104,7 @@ async def _life(
         journal=Journal(SimStore(world), session=start.session),
         telemetry=SimTelemetry(world),
         vault=SimVault(),
+        cpu_s=lambda: 0.0,
         tasks=TaskOrder(tasks, config.seed, start.task_position, start.returned_tasks),
     )
     progress = start.progress

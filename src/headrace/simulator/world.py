@@ -74,10 +74,14 @@ class SimTrainer:
         self._version: int | None = None
         """None: whatever is staged."""
         self._staged: tuple[WeightVersion, int] | None = None
+        self._began = asyncio.get_running_loop().time()
+        self._busy_s = 0.0
 
     async def train(self, batch: Batch) -> StepReport:
         async with self._turn:
+            begun = asyncio.get_running_loop().time()
             await self._world.spend(self._world.costs.step_s)
+            self._busy_s += asyncio.get_running_loop().time() - begun
             lag = max(batch.version - (e.version_min or 0) for e in batch.episodes)
             async with self._at_rest:
                 self.weights = self._world.dice.getrandbits(32)
@@ -132,7 +136,8 @@ class SimTrainer:
         self._version = version
 
     async def usage(self) -> Usage:
-        return Usage(busy_s=asyncio.get_running_loop().time())
+        wall_s = asyncio.get_running_loop().time() - self._began
+        return Usage(busy_s=self._busy_s, idle_s=wall_s - self._busy_s)
 
     async def close(self) -> None: ...
 

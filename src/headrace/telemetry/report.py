@@ -5,10 +5,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,29 +21,79 @@ import numpy as np
 from headrace.buffer.config import BufferConfig
 from headrace.errors import RunFolderError
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.words import steps_in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 BLUE, ORANGE, GREEN, RED, GREY = "#2463a8", "#e07b21", "#2e8b57", "#c0392b", "#8a9199"
+SET_COLOURS = (ORANGE, GREEN, RED, "#8e6bbf", GREY)
+CAUSE_COLOURS = {
+    "training": BLUE,
+    "generation": ORANGE,
+    "environment": "#d9b03f",
+    "scoring": GREEN,
+    "publication": "#8e6bbf",
+    "evaluation": "#c98bb9",
+    "turns": "#5fb3b3",
+    "end": "#d5d9dd",
+    "controller": GREY,
+}
+"""Of what is waited for; stacked in this order."""
+CAUSE_LABELS = {"training": "trainer's step", "turns": "sleep, wake", "end": "run's end"}
+_TOLD = 0.005
+"""Causes with smaller shares of the time are not drawn."""
+COLUMNS = 3
+MAX_USER_PANELS = 9
+MAX_NAME = 60
+"""Characters of a run's or a metric's name."""
+USER = "user/"
+"""What keys of users' metrics begin with."""
 
 
 def write_report(folder: str | Path | RunFolder) -> Path:
     """Draw report.png and return its path. Loads matplotlib."""
     place = folder if isinstance(folder, RunFolder) else RunFolder(folder)
+    figure = picture_of(place)
+    with _style():
+        partial = place.report.with_suffix(".partial.png")
+        figure.savefig(partial, dpi=110)
+    os.replace(partial, place.report)
+    return place.report
+
+
+def picture_of(place: RunFolder) -> Figure:
+    """What report.png is of."""
     lines = place.read_metrics()
     if not lines:
         raise RunFolderError("a report is drawn from a run's metrics.jsonl, empty or missing here", str(place.path))
-    evaluations = [event for event in place.read_events("evaluated") if event.get("pass_1") is not None]
+    evaluations = evaluated_sets(place.read_events("evaluated"))
+    users = sorted({key for line in lines for key in line if key.startswith(USER)})
+    shown = users[:MAX_USER_PANELS]
 
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    rows = 2 + -(-len(shown) // COLUMNS)
+    figure = Figure(figsize=(14, 3.7 * rows), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    with _style():
+        _draw(figure, rows, place, lines, evaluations, shown)
+        title = _title(place, lines, evaluations)
+        figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
+        if len(users) > len(shown):
+            left_out = f"and {len(users) - len(shown):,} more metrics of users in metrics.jsonl"
+            figure.supxlabel(left_out, fontsize=9, color=GREY, x=0.99, ha="right")
+    return figure
+
+
+def _style() -> AbstractContextManager[None]:
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-    from matplotlib.ticker import MaxNLocator
-
-    style: dict[Any, Any] = {
+    settings: dict[Any, Any] = {
         "font.size": 9,
         "axes.spines.top": False,
         "axes.spines.right": False,
@@ -51,25 +104,41 @@ def write_report(folder: str | Path | RunFolder) -> Path:
         "axes.titleweight": "bold",
         "axes.titlelocation": "left",
         "legend.frameon": False,
+        # Names of runs and metrics may hold dollar signs.
+        "text.parse_math": False,
     }
-    with plt.rc_context(style):
-        figure, axes = plt.subplots(2, 3, figsize=(14, 7.4), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-        _reward(axes[0, 0], lines, evaluations)
-        _length(axes[0, 1], lines)
-        _staleness(axes[0, 2], lines, _staleness_bound(place))
-        _idle(axes[1, 0], lines)
-        _throughput(axes[1, 1], lines)
-        _policy(axes[1, 2], lines)
-        for axis in axes.flat:
-            axis.set_xlabel("training step")
-            axis.margins(x=0.02)
-            axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-        figure.suptitle(_title(place, lines, evaluations), fontsize=13, fontweight="bold", x=0.01, ha="left")
-        partial = place.report.with_suffix(".partial.png")
-        figure.savefig(partial, dpi=110)
-        plt.close(figure)
-    os.replace(partial, place.report)
-    return place.report
+    return matplotlib.rc_context(settings)
+
+
+def _draw(
+    figure: Figure,
+    rows: int,
+    place: RunFolder,
+    lines: list[dict[str, Any]],
+    evaluations: dict[str, list[dict[str, Any]]],
+    users: Sequence[str],
+) -> None:
+    grid = figure.add_gridspec(rows, COLUMNS)
+    cells = [grid[row, column] for row in range(rows) for column in range(COLUMNS)]
+    axes = [figure.add_subplot(cell) for cell in (*cells[:3], *cells[4:6], *cells[6 : 6 + len(users)])]
+    halves = cells[3].subgridspec(2, 1, hspace=0.0)
+    waiting = [figure.add_subplot(halves[half]) for half in range(2)]
+    _reward(axes[0], lines, evaluations)
+    _length(axes[1], lines)
+    _staleness(axes[2], lines, _staleness_bound(place))
+    _idle(waiting[0], lines, "trainer", "Trainer idle")
+    _idle(waiting[1], lines, "engine", "Engines idle")
+    _throughput(axes[3], lines)
+    _policy(axes[4], lines)
+    for axis, key in zip(axes[5:], users, strict=True):
+        _user(axis, lines, key)
+    last = max(line["step"] for line in lines)
+    first = 0 if evaluations else min(line["step"] for line in lines)
+    for axis in (*axes, *waiting):
+        axis.set_xlabel("training step")
+        _mark_steps(axis, first, last, most=4 if axis in waiting else 7)
+    waiting[0].set_xlabel("")
+    waiting[0].tick_params(labelbottom=False)
 
 
 def write_report_apart(folder: str | Path, timeout_s: float = 120.0) -> str | None:
@@ -88,13 +157,19 @@ def write_report_apart(folder: str | Path, timeout_s: float = 120.0) -> str | No
 # ── Panels ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _reward(axis: Axes, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> None:
+def _reward(axis: Axes, lines: list[dict[str, Any]], evaluations: dict[str, list[dict[str, Any]]]) -> None:
     _curve(axis, lines, "reward_mean", BLUE, "reward, training")
-    if evaluations:
-        steps = [event["step"] for event in evaluations]
-        values = [event["pass_1"] for event in evaluations]
-        axis.plot(steps, values, "o-", color=ORANGE, markersize=5, linewidth=1.6, label="accuracy, held out")
+    for place, (name, events) in enumerate(list(evaluations.items())[: len(SET_COLOURS)]):
+        metric = metric_name(events)
+        label = f"{metric}, {shortened(name, 24)}" if len(evaluations) > 1 else f"{metric}, held out"
+        steps, values = _xy(events, "pass_1")
+        colour = SET_COLOURS[place]
+        axis.plot(steps, values, "o-", color=colour, markersize=4.5, linewidth=1.6, label=label)
+        low, high = (_xy(events, key)[1] for key in ("low95", "high95"))
+        if np.isfinite(low).any():
+            axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     rewards = [line["reward_mean"] for line in lines if line.get("reward_mean") is not None]
+    rewards += [event["pass_1"] for events in evaluations.values() for event in events]
     if all(0 <= reward <= 1 for reward in rewards):
         axis.set_ylim(0, 1.02)
     axis.set_title("Reward")
@@ -105,7 +180,7 @@ def _length(axis: Axes, lines: list[dict[str, Any]]) -> None:
     _curve(axis, lines, "length_mean", BLUE, "mean length")
     axis.set_title("Length")
     axis.set_ylabel("tokens per completion")
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
     beside = axis.twinx()
     _curve(beside, lines, "truncated_frac", RED, "truncated (right)")
     beside.set_ylim(0, 1.02)
@@ -127,36 +202,71 @@ def _staleness(axis: Axes, lines: list[dict[str, Any]], bound: int | None) -> No
     _legend(axis)
 
 
-def _idle(axis: Axes, lines: list[dict[str, Any]]) -> None:
-    _curve(axis, lines, "engine_idle_frac", ORANGE, "generation")
-    _curve(axis, lines, "trainer_idle_frac", BLUE, "training")
-    axis.set_title("Idle time")
-    axis.set_ylim(0, 1.02)
+def _idle(axis: Axes, lines: list[dict[str, Any]], who: str, title: str) -> None:
+    """Idle shares by cause, one on top of the other; of runs that did not note the causes, their sum alone."""
+    steps, whole = _xy(lines, f"{who}_idle_frac")
+    reach = _reach(len(steps))
+    parts = {why: _xy(lines, f"{who}_idle_{why}_frac")[1] for why in CAUSE_COLOURS}
+    known = {
+        why: running_mean(np.nan_to_num(part), reach) for why, part in parts.items() if np.isfinite(part).any()
+    }
+    told = {why: part for why, part in known.items() if part.mean() >= _TOLD}
+    if told:
+        colours = [CAUSE_COLOURS[why] for why in told]
+        labels = [CAUSE_LABELS.get(why, why) for why in told]
+        if len(steps) == 1:
+            steps, told = (
+                np.array([steps[0] - 0.5, steps[0] + 0.5]),
+                {why: np.repeat(p, 2) for why, p in told.items()},
+            )
+        axis.stackplot(steps, *told.values(), colors=colours, labels=labels, alpha=0.75, linewidth=0)
+    else:
+        _curve(axis, lines, f"{who}_idle_frac", ORANGE if who == "engine" else BLUE, "idle")
+    mean = float(np.nanmean(whole)) if np.isfinite(whole).any() else 0.0
+    axis.set_title(f"{title} {mean:.0%}" + (", waiting for" if told else ""))
+    axis.set_ylim(0, 1.0)
+    axis.set_axisbelow(True)
     axis.yaxis.set_major_formatter(_percent())
-    _legend(axis)
+    if told:
+        handles, labels = axis.get_legend_handles_labels()
+        order: dict[str, Any] = {"handles": handles[::-1], "labels": labels[::-1]}
+        axis.legend(**order, loc="upper left", bbox_to_anchor=(1.0, 1.06), handlelength=0.9, fontsize=7.5)
 
 
 def _throughput(axis: Axes, lines: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import EngFormatter
+
     _curve(axis, lines, "gen_tokens_per_s", ORANGE, "generated")
     _curve(axis, lines, "train_tokens_per_s", BLUE, "trained")
     axis.set_title("Throughput")
     axis.set_ylabel("tokens per second")
-    axis.set_ylim(bottom=0)
+    _from_zero(axis)
+    axis.yaxis.set_major_formatter(EngFormatter(sep=""))
     _legend(axis)
 
 
 def _policy(axis: Axes, lines: list[dict[str, Any]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     _curve(axis, lines, "entropy", GREEN, "entropy")
     axis.set_title("Policy")
-    axis.set_ylabel("entropy, nats per token")
-    axis.set_ylim(bottom=0)
+    axis.set_ylabel("nats per token")
+    _from_zero(axis)
     beside = axis.twinx()
     _curve(beside, lines, "mismatch_kl", RED, "mismatch KL (right)")
     _curve(beside, lines, "drift_kl", ORANGE, "drift KL (right)")
-    beside.yaxis.set_major_formatter("{x:.2g}")
-    beside.set_ylim(bottom=0)
+    _from_zero(beside)
+    beside.yaxis.set_major_locator(MaxNLocator(5))
+    beside.yaxis.set_major_formatter("{x:g}")
     beside.grid(False)
     _legend(axis, beside)
+
+
+def _user(axis: Axes, lines: list[dict[str, Any]], key: str) -> None:
+    _curve(axis, lines, key, GREEN, key)
+    axis.set_title(shortened(key.removeprefix(USER), 40))
+    axis.set_ylabel("mean of the step's episodes")
+    axis.yaxis.set_major_formatter("{x:g}")
 
 
 # ── Lines ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -165,19 +275,46 @@ def _policy(axis: Axes, lines: list[dict[str, Any]]) -> None:
 def _curve(axis: Axes, lines: list[dict[str, Any]], key: str, colour: str, label: str) -> None:
     """A metric's values, pale, and their running mean."""
     steps, values = _xy(lines, key)
-    smooth = running_mean(values, max(1, len(values) // 30))
+    smooth = running_mean(values, _reach(len(values)))
     if len(values) > 30:
         axis.plot(steps, values, color=colour, linewidth=0.8, alpha=0.3)
-    axis.plot(steps, smooth, color=colour, linewidth=1.8, label=label)
+    known = np.isfinite(np.concatenate([[np.nan], smooth, [np.nan]]))
+    # A line through one point is invisible.
+    alone = (known[1:-1] & ~known[:-2] & ~known[2:]).any()
+    axis.plot(steps, smooth, "o-" if alone else "-", markersize=3.5, color=colour, linewidth=1.8, label=label)
+
+
+def _from_zero(axis: Axes) -> None:
+    """Up from 0, with some room above the highest value."""
+    highest = axis.dataLim.y1
+    axis.set_ylim(0, 1.08 * highest if np.isfinite(highest) and highest > 0 else 1.0)
+
+
+def _reach(values: int) -> int:
+    return values // 30 if values > 30 else 0
+
+
+def _mark_steps(axis: Axes, first: int, last: int, most: int) -> None:
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
+    room = max(0.02 * (last - first), 0.6 if last == first else 0.0)
+    axis.set_xlim(first - room, last + room)
+    if last - first < most:
+        axis.set_xticks(range(first, last + 1))
+    else:
+        axis.xaxis.set_major_locator(MaxNLocator(nbins=most, integer=True, steps=[1, 2, 5, 10]))
+    axis.xaxis.set_major_formatter(EngFormatter(sep="") if last >= 10_000 else "{x:.0f}")
 
 
 def _legend(axis: Axes, *beside: Axes) -> None:
-    """In the title's line, so that it never covers a curve."""
+    """In a line of its own between title and axes: it covers neither a curve nor the title."""
     pairs = [one.get_legend_handles_labels() for one in (axis, *beside)]
     handles = [handle for handles, _ in pairs for handle in handles]
     labels = [label for _, labels in pairs for label in labels]
-    place: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.02, 0.985), "ncols": len(labels)}
+    columns = 3 if sum(map(len, labels)) < 60 else 2
+    place: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (-0.02, 0.985), "ncols": columns}
     axis.legend(handles, labels, **place, columnspacing=1.0, handlelength=1.2, borderaxespad=0.1, fontsize=8.5)
+    axis.set_title(axis.get_title(loc="left"), pad=4 + 13 * -(-len(labels) // columns))
 
 
 def running_mean(values: np.ndarray, reach: int) -> np.ndarray:
@@ -203,13 +340,63 @@ def _percent() -> Any:
     return PercentFormatter(xmax=1, decimals=0)
 
 
-def _title(place: RunFolder, lines: list[dict[str, Any]], evaluations: list[dict[str, Any]]) -> str:
-    title = f"{place.path.resolve().name}: {lines[-1]['step']} steps"
-    if seconds := lines[-1].get("time_s"):
-        title += f" in {seconds:,.0f} s"
-    if len(evaluations) > 1:
-        title += f"   ·   accuracy {evaluations[0]['pass_1']:.1%} → {evaluations[-1]['pass_1']:.1%}"
+def _title(place: RunFolder, lines: list[dict[str, Any]], evaluations: dict[str, list[dict[str, Any]]]) -> str:
+    title = f"{shortened(place.path.resolve().name, MAX_NAME)}: {_steps(place, lines)}"
+    events = next(iter(evaluations.values()), [])
+    if len(events) > 1:
+        before, after = (evaluation_in_words(event, metric_name(events)) for event in (events[0], events[-1]))
+        title += f"   ·   {metric_name(events)} {before} → {after}"
+        failed = events[-1].get("failed")
+        if isinstance(failed, int) and failed:
+            title += f" ({failed:,} failed)"
     return title
+
+
+def _steps(place: RunFolder, lines: list[dict[str, Any]]) -> str:
+    """As the summary says it, where there is one of these steps."""
+    step = lines[-1]["step"]
+    noun = " step" if step == 1 else " steps"
+    try:
+        summary = json.loads(place.summary.read_text(encoding="utf-8"))
+        if summary["steps"] == step:
+            return steps_in_words(summary, noun)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return f"{step:,}{noun} so far"
+
+
+def shortened(name: str, most: int) -> str:
+    """With its middle left out where it is longer than `most` characters."""
+    if len(name) <= most:
+        return name
+    return f"{name[: most // 2]}…{name[len(name) - (most - most // 2 - 1) :]}"
+
+
+# ── Evaluations ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def evaluated_sets(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Evaluations that have a result, by the name of their set; the first set is the one that chooses the best."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for event in events:
+        others = event.get("sets")
+        results = {event.get("set") or "held out": event, **(others if isinstance(others, dict) else {})}
+        for name, result in results.items():
+            if isinstance(result, dict) and isinstance(result.get("pass_1"), int | float):
+                found.setdefault(str(name), []).append({**result, "step": event["step"]})
+    return found
+
+
+def metric_name(events: list[dict[str, Any]]) -> str:
+    """ "accuracy" or "reward": what the events say, or else what their values can be."""
+    said = events[-1].get("metric")
+    if said in ("accuracy", "reward"):
+        return str(said)
+    return "accuracy" if all(0 <= event["pass_1"] <= 1 for event in events) else "reward"
+
+
+def evaluation_in_words(event: dict[str, Any], metric: str) -> str:
+    return f"{event['pass_1']:.1%}" if metric == "accuracy" else f"{event['pass_1']:.3g}"
 
 
 def _staleness_bound(place: RunFolder) -> int | None:

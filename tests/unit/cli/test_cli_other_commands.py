@@ -22,7 +22,7 @@ from headrace.config.dump import dump_config
 from headrace.config.load import read_config
 from headrace.memory_plan import Machine
 from headrace.orchestration.folder import resolved
-from headrace.records import Batch, Episode, Group, Task
+from headrace.records import Batch, Episode, Group, Task, Turn
 from headrace.telemetry.writer import FolderTelemetry
 
 Headrace = Callable[..., Answer]
@@ -109,6 +109,9 @@ def test_show_as_json_has_the_facts_of_an_episode(run: Path, headrace: Headrace)
         "tokens": 5,
         "turns": 1,
         "seconds": 2.0,
+        "metrics": {},
+        "contexts": ["1+1="],
+        "completions": ["three"],
     }
 
 
@@ -135,6 +138,101 @@ def test_show_colours_tokens_by_the_version_that_wrote_them(run: Path) -> None:
     )
     assert text.plain == "three"
     assert [(span.start, span.end, span.style) for span in text.spans] == [(0, 2, "green"), (2, 5, "yellow")]
+
+
+def conversation() -> Episode:
+    """A tool is asked, answers, and a second policy looks at the whole afresh; then the first turn is forked."""
+
+    def turn(context: str, tokens: str, **changes: Any) -> Turn:
+        columns = {"logprobs": np.zeros(len(tokens), np.float32), "versions": np.full(len(tokens), 5, np.int32)}
+        return make_turn(0, tokens=ids(tokens), context=ids(context), **columns, **changes)
+
+    turns = (
+        turn("be brief 1+1=", "add"),
+        turn(" tool says 2 ", "two", parent=0),
+        turn("be brief 1+1=ad", "x", parent=None, joins=(0,)),
+        turn("be kind", "", policy="judge"),
+    )
+    task = Task(id="t", prompt=[{"role": "user", "content": "1+1="}], answer="2")
+    return Episode(id="talk", task=task, turns=turns, reward=1.0, metrics={"tool_calls": 3.0, "brief": 0.25})
+
+
+@pytest.fixture
+def talk(project: Path) -> Path:
+    return recorded(project, [conversation()])
+
+
+def recorded(project: Path, episodes: list[Episode]) -> Path:
+    folder = project.parent / "runs" / "talk"
+    folder.mkdir(parents=True)
+    (folder / "config.toml").write_text(dump_config(read_config(project)))
+    telemetry = FolderTelemetry(folder, decode=lambda tokens: "".join(LETTERS[token] for token in tokens))
+    group = Group(id="group", sequence=0, task=episodes[0].task, episodes=tuple(episodes))
+    advantages = np.zeros(len(episodes), np.float32)
+    telemetry.batch(Batch(step=1, version=5, groups=(group,), advantages=advantages), produced=6)
+    asyncio.run(telemetry.close())
+    return folder
+
+
+def test_show_prints_what_the_environment_said_before_every_turn_and_nothing_twice(
+    talk: Path, headrace: Headrace
+) -> None:
+    lines = [line.strip(" │") for line in headrace("show", talk).out.splitlines()]
+    for once in (
+        "be brief 1+1=",
+        "add",
+        " tool says 2".strip(),
+        "two",
+        "x",
+        "be kind",
+        "(no text but special tokens)",
+    ):
+        assert lines.count(once) == 1, (once, lines)
+    rules = [line.strip(" ─") for line in lines if "turn " in line]
+    assert rules == [
+        "turn 1",
+        "turn 2, after turn 1, 13 new tokens of context",
+        "turn 3, after turn 1, 0 new tokens of context",
+        "turn 4 of judge, 7 new tokens of context",
+    ]
+
+
+def test_show_prints_the_metrics_of_environment_and_scorer(talk: Path, headrace: Headrace) -> None:
+    assert "metrics: brief 0.25, tool_calls 3" in headrace("show", talk).out
+
+
+def test_show_as_json_has_metrics_contexts_and_completions_by_turn(talk: Path, headrace: Headrace) -> None:
+    [one] = json.loads(headrace("show", talk, "--json").out)["episodes"]
+    assert one["metrics"] == {"brief": 0.25, "tool_calls": 3.0}
+    assert one["contexts"] == ["be brief 1+1=", " tool says 2 ", "", "be kind"]
+    assert one["completions"] == ["add", "two", "x", ""]
+
+
+def test_show_shortens_long_texts_and_says_by_how_much_unless_all_is_asked_for(
+    project: Path, headrace: Headrace
+) -> None:
+    said, wrote = "s" * 1_999 + "e", "a" * 5_000 + "z"
+    columns = {"logprobs": np.zeros(len(wrote), np.float32), "versions": np.full(len(wrote), 5, np.int32)}
+    turn = make_turn(0, tokens=ids(wrote), context=ids(said), **columns)
+    run = recorded(project, [Episode(id="long", task=Task(id="t", prompt="s"), turns=(turn,), reward=0.0)])
+    [short] = json.loads(headrace("show", run, "--json").out)["episodes"]
+    assert short["contexts"] == [
+        "s" * 1_000 + " [… 500 characters left out, --full shows them …] " + "s" * 499 + "e"
+    ]
+    assert short["completions"][0].endswith("left out, --full shows them …] " + "a" * 1_333 + "z")
+    assert "1,001 characters left out" in short["completions"][0]
+    [whole] = json.loads(headrace("show", run, "--json", "--full").out)["episodes"]
+    assert (whole["contexts"], whole["completions"]) == ([said], [wrote])
+    assert "500 characters left out" in headrace("show", run).out
+    shown = headrace("show", run, "--full").out
+    assert "left out" not in shown
+    assert shown.count("a") >= 5_000
+
+
+def test_show_does_not_obey_what_a_model_wrote_for_terminals() -> None:
+    from headrace.cli.show import _plain
+
+    assert _plain("a\x1b[2Jb\r\x07\tc\n\x9b") == "a\\x1b[2Jb\\x0d\\x07\tc\n\\x9b"
 
 
 def test_show_still_reads_a_run_whose_model_is_gone(run: Path, headrace: Headrace) -> None:

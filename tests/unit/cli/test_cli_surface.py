@@ -17,7 +17,7 @@ from headrace.cli.main import app
 SURFACE = {
     "train": ["config", "--set", "--run", "--resume", "--from", "--overwrite", "--json"],
     "audit": ["run", "--recompute", "--strict", "--json"],
-    "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--json"],
+    "show": ["run", "--best", "--worst", "--slowest", "--stalest", "--group", "--step", "-n", "--full", "--json"],
     "report": ["run", "--json"],
     "config": ["config", "--set", "--json"],
     "doctor": ["config", "--set", "--json"],
