@@ -32,7 +32,7 @@ COUNTED: dict[str, tuple[str, Callable[[Row], bool]]] = {
 """For each kind of trial the figure that counts it, and the rows that count."""
 
 
-_ENDS = ("_refused_well", "_found", "_handled")
+_ENDS = ("_refused_well", "_found", "_handled", "_equal", "_agreed")
 """What a figure says of what it counts; how many were tried is the same name with "_tried"."""
 
 

@@ -32,7 +32,7 @@ def tasks(
     for number in range(count):
         lengths = [min(cap, max(1, round(dice.lognormvariate(0, sigma) * median))) for _ in range(group_size)]
         prompt = [dice.randrange(vocabulary) for _ in range(prompt_tokens)]
-        yield Task(id=str(number), prompt="", data={"lengths": lengths, "prompt": prompt})
+        yield Task(id=str(number), prompt=f"task {number}", data={"lengths": lengths, "prompt": prompt})
 
 
 class GivenLengths:

@@ -32,7 +32,7 @@ class RewardConfig(Config):
         return self.source.rpartition(":")[2] if self.name is None else self.name
 
     def check(self) -> None:
-        _check_source(self.source)
+        _check_source("a source of scorer.rewards", self.source)
         if not _NAME.fullmatch(self.called):
             raise ConfigError(
                 'the name of one of scorer.rewards is at most 40 letters, digits, "_", "." and "-"',
@@ -62,7 +62,7 @@ class ScorerConfig(Config):
     passes all."""
 
     def check(self) -> None:
-        _check_source(self.source)
+        _check_source("scorer.source", self.source)
         if self.rewards and (self.source != _DEFAULT or self.options):
             raise ConfigError(
                 "an episode's reward is made by scorer.source or by scorer.rewards",
@@ -75,10 +75,10 @@ class ScorerConfig(Config):
             raise ConfigError("scorer.rewards have different names", twice[0], "set their names")
 
 
-def _check_source(source: str) -> None:
+def _check_source(key: str, source: str) -> None:
     if ":" not in source:
         raise ConfigError(
-            'scorer.source names a scorer as "module:Name" or "file.py:Name"',
+            f'{key} names a scorer as "module:Name" or "file.py:Name"',
             source,
             'built in: "headrace.scoring.rules:ExactMatch"',
         )

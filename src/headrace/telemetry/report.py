@@ -20,7 +20,9 @@ import numpy as np
 
 from headrace.buffer.config import BufferConfig
 from headrace.errors import RunFolderError
+from headrace.telemetry.evaluations import metric_of, sets_of, shown, valid_number
 from headrace.telemetry.folder import RunFolder
+from headrace.telemetry.metrics import USER
 from headrace.telemetry.words import steps_in_words
 
 if TYPE_CHECKING:
@@ -48,8 +50,6 @@ COLUMNS = 3
 MAX_USER_PANELS = 9
 MAX_NAME = 60
 """Characters of a run's or a metric's name."""
-USER = "user/"
-"""What keys of users' metrics begin with."""
 
 
 def write_report(folder: str | Path | RunFolder) -> Path:
@@ -70,21 +70,21 @@ def picture_of(place: RunFolder) -> Figure:
         raise RunFolderError("a report is drawn from a run's metrics.jsonl, empty or missing here", str(place.path))
     evaluations = evaluated_sets(place.read_events("evaluated"))
     users = sorted({key for line in lines for key in line if key.startswith(USER)})
-    shown = users[:MAX_USER_PANELS]
+    charted = users[:MAX_USER_PANELS]
 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    rows = 2 + -(-len(shown) // COLUMNS)
+    rows = 2 + -(-len(charted) // COLUMNS)
     figure = Figure(figsize=(14, 3.7 * rows), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     with _style():
-        _draw(figure, rows, place, lines, evaluations, shown)
+        _draw(figure, rows, place, lines, evaluations, charted)
         title = _title(place, lines, evaluations)
         figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
-        if len(users) > len(shown):
-            left_out = f"and {len(users) - len(shown):,} more metrics of users in metrics.jsonl"
+        if len(users) > len(charted):
+            left_out = f"and {len(users) - len(charted):,} more metrics of users in metrics.jsonl"
             figure.supxlabel(left_out, fontsize=9, color=GREY, x=0.99, ha="right")
     return figure
 
@@ -344,7 +344,7 @@ def _title(place: RunFolder, lines: list[dict[str, Any]], evaluations: dict[str,
     title = f"{shortened(place.path.resolve().name, MAX_NAME)}: {_steps(place, lines)}"
     events = next(iter(evaluations.values()), [])
     if len(events) > 1:
-        before, after = (evaluation_in_words(event, metric_name(events)) for event in (events[0], events[-1]))
+        before, after = (shown(event["pass_1"], metric_name(events)) for event in (events[0], events[-1]))
         title += f"   ·   {metric_name(events)} {before} → {after}"
         failed = events[-1].get("failed")
         if isinstance(failed, int) and failed:
@@ -376,27 +376,18 @@ def shortened(name: str, most: int) -> str:
 
 
 def evaluated_sets(events: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Evaluations that have a result, by the name of their set; the first set is the one that chooses the best."""
+    """Valid evaluations by the name of their set; the first set is the one that chooses the best."""
     found: dict[str, list[dict[str, Any]]] = {}
     for event in events:
-        others = event.get("sets")
-        results = {event.get("set") or "held out": event, **(others if isinstance(others, dict) else {})}
-        for name, result in results.items():
-            if isinstance(result, dict) and isinstance(result.get("pass_1"), int | float):
-                found.setdefault(str(name), []).append({**result, "step": event["step"]})
+        for name, line in sets_of(event).items():
+            if isinstance(valid_number(line), int | float):
+                found.setdefault(name, []).append({**line, "step": event["step"]})
     return found
 
 
 def metric_name(events: list[dict[str, Any]]) -> str:
-    """ "accuracy" or "reward": what the events say, or else what their values can be."""
-    said = events[-1].get("metric")
-    if said in ("accuracy", "reward"):
-        return str(said)
-    return "accuracy" if all(0 <= event["pass_1"] <= 1 for event in events) else "reward"
-
-
-def evaluation_in_words(event: dict[str, Any], metric: str) -> str:
-    return f"{event['pass_1']:.1%}" if metric == "accuracy" else f"{event['pass_1']:.3g}"
+    """What the numbers of a set's evaluations are."""
+    return "reward" if any(metric_of(event) == "reward" for event in events) else "accuracy"
 
 
 def _staleness_bound(place: RunFolder) -> int | None:

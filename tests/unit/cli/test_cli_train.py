@@ -137,7 +137,8 @@ def test_a_run_is_resumed_with_more_steps_but_not_with_another_model(
     answer = headrace("train", project, "--resume", "--set", "training.steps=40", "--set", "limits.batch_s=9")
     assert answer.code == 0, answer.err
     assert fake_run.calls[-1][2] is True
-    assert read_config("runs/run/config.toml").training.steps == 40
+    assert fake_run.calls[-1][0].training.steps == 40
+    assert read_config("runs/run/config.toml").training.steps == 20, "no session has begun with it"
     answer = headrace("train", project, "--resume", "--set", "training.group_size=4", "--set", "seed=7")
     assert answer.code == 2
     assert "seed: 0 became 7, training.group_size: 8 became 4" in answer.err

@@ -39,6 +39,11 @@ def refuses(task: Task, attempt: Attempt) -> float:
     raise EpisodeFailure("unreadable", "too dark")
 
 
+NO_NUMBER = (
+    "a reward is a number of at most ±1e+12 (got nan); look for a division by zero or a mistake in its scale"
+)
+
+
 def not_a_number(task: Task, attempt: Attempt) -> float:
     return math.nan
 
@@ -64,7 +69,12 @@ def test_a_scorer_of_weight_0_is_a_metric_alone() -> None:
     [
         (fails, SystemFailure, "scorer_error", "bad: ValueError: no verdict"),
         (refuses, EpisodeFailure, "unreadable", "bad: too dark"),
-        (not_a_number, SystemFailure, "bad_reward", "bad: a reward is a number of at most ±1e+12 (got nan)"),
+        (
+            not_a_number,
+            SystemFailure,
+            "bad_reward",
+            f"bad: {NO_NUMBER}",
+        ),
     ],
 )
 def test_where_one_fails_the_episode_fails_with_its_name(broken: Any, kind: type, reason: str, detail: str) -> None:
@@ -116,7 +126,11 @@ def test_they_are_written_as_an_array_of_tables_and_dumped_as_they_were(tmp_path
         ('name = "judge"', 'name = "right"', "scorer.rewards have different names"),
         ('name = "judge"', 'name = "a judge"', "the name of one of scorer.rewards is at most 40 letters"),
         ("weight = 2", "weight = inf", "scorer.rewards[0].weight is a finite number"),
-        ("b.py:Judge.score", "judge", 'a scorer is named "module:Name" or "file.py:Name"'),
+        (
+            "b.py:Judge.score",
+            "judge",
+            'a source of scorer.rewards names a scorer as "module:Name" or "file.py:Name"',
+        ),
         ("[[scorer.rewards]]", '[scorer]\nsource = "a:b"\n[[scorer.rewards]]', "an episode's reward is made by"),
         ("weight = 2", "wieght = 2", "weight"),
     ],

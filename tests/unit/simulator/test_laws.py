@@ -136,7 +136,7 @@ def test_a_group_that_only_its_truncated_episodes_tell_apart_is_sampled_anew():
 
         async def cut(episode):
             scored = await score(episode)
-            stop = "length" if int(episode.id[-1]) % 2 else "stop"
+            stop = "length" if int(episode.id[-1]) % 2 else "end"
             return scored.with_(turns=tuple(msgspec.structs.replace(turn, stop=stop) for turn in scored.turns))
 
         parts.scorers.score = cut

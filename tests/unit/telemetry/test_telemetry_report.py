@@ -193,7 +193,12 @@ def test_small_values_have_ticks_that_are_not_rounded(tmp_path: Path) -> None:
 
 def test_evaluations_are_told_apart_by_set_and_called_what_they_are() -> None:
     events: list[dict[str, Any]] = [
-        {"step": 0, "pass_1": 0.5, "set": "a", "sets": {"b": {"pass_1": -1.0}, "c": {"pass_1": None}}},
+        {
+            "step": 0,
+            "pass_1": 0.5,
+            "set": "a",
+            "sets": {"b": {"pass_1": -1.0}, "c": {"pass_1": 0.5, "valid": False}},
+        },
         {"step": 5, "pass_1": None, "set": "a", "sets": {"b": {"pass_1": 2.0, "metric": "reward"}}},
         {"step": 9, "pass_1": 0.75},
     ]
@@ -201,12 +206,12 @@ def test_evaluations_are_told_apart_by_set_and_called_what_they_are() -> None:
     assert {name: [(one["step"], one["pass_1"]) for one in events] for name, events in found.items()} == {
         "a": [(0, 0.5)],
         "b": [(0, -1.0), (5, 2.0)],
-        "held out": [(9, 0.75)],
+        "held_out": [(9, 0.75)],
     }
     assert {name: metric_name(events) for name, events in found.items()} == {
         "a": "accuracy",
         "b": "reward",
-        "held out": "accuracy",
+        "held_out": "accuracy",
     }
 
 
