@@ -29,6 +29,7 @@ from headrace.config.advice import advice
 from headrace.config.run import RunConfig
 from headrace.records import Task
 from headrace.rollout.config import EnvironmentConfig
+from headrace.rollout.prompts import CHECKED_TASKS, check_lengths, check_prompt
 from headrace.rollout.tasks import load_tasks
 from headrace.rollout.worker import RunEpisode, SampleCall, SampleReply, _Episodes
 from headrace.scoring.config import ScorerConfig
@@ -153,9 +154,13 @@ def _load_as_processes_do(config: RunConfig, folder: Path, **options: Any) -> An
     """What a run says at its start, and what its workers do before its first episode."""
     for sentence in advice(config):
         print(sentence)
-    _Episodes(config.environment, Tokenizer(Path(config.model.path)))
-    _Scoring(config.scorer, Tokenizer(Path(config.model.path)))
-    load_tasks(config.tasks)
+    tokenizer = Tokenizer(Path(config.model.path))
+    episodes = _Episodes(config.environment, tokenizer)
+    _Scoring(config.scorer, tokenizer)
+    template, environment = config.environment.template, episodes._environment
+    first = load_tasks(config.tasks)[:CHECKED_TASKS]
+    lengths = [check_prompt(task, environment, tokenizer, template, "tasks") for task in first]
+    check_lengths(lengths, "tasks", config.engine.max_context)
     if config.evaluation.tasks is not None:
         load_tasks(config.evaluation.tasks, config.evaluation.limit)
     raise Started

@@ -16,12 +16,7 @@ from headrace.config import schema
 LONGEST_S = 10.0
 
 
-def case(mistake: dict[str, Any]) -> Any:
-    awaited = [pytest.mark.xfail(reason=f"awaits {mistake['awaits']}", strict=False)] if "awaits" in mistake else []
-    return pytest.param(mistake, id=mistake["name"], marks=awaited)
-
-
-@pytest.mark.parametrize("mistake", [case(one) for one in mistakes()])
+@pytest.mark.parametrize("mistake", [pytest.param(one, id=one["name"]) for one in mistakes()])
 def test_a_mistake_is_told_with_what_was_wrong_and_what_to_do(
     mistake: dict[str, Any],
     tmp_path: Path,

@@ -293,12 +293,13 @@ class _Run:
         loaded."""
         config = self._config
         tasks = await rollouts.tasks(config.tasks)
-        await rollouts.check_prompts(tasks, "tasks")
+        room = config.engine.max_context
+        await rollouts.check_prompts(tasks, "tasks", room)
         held_out: dict[str, Sequence[Task]] = {}
         for name, one in config.evaluation.by_name.items():
             held_out[name] = await rollouts.tasks(one.tasks, one.limit)
             where = "evaluation.tasks" if one.tasks is config.evaluation.tasks else f"evaluation.sets.{name}.tasks"
-            await rollouts.check_prompts(held_out[name], where)
+            await rollouts.check_prompts(held_out[name], where, room)
         return tasks, held_out
 
     async def _start(self, ledger: Ledger, vault: FolderVault, trainer: RemoteTrainer) -> Start:

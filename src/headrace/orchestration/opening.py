@@ -39,7 +39,7 @@ def open_run(
     if given is None:
         if run is None or not resume:
             raise ConfigError(
-                "a run has a configuration", None, "give one; to go on with a run, its folder and resume=True"
+                "a run has a configuration", "None", "give one; to go on with a run, its folder and resume=True"
             )
         given = run
     if isinstance(given, str | Path):

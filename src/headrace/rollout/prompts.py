@@ -32,16 +32,19 @@ def prompt_tokens(
     return [int(token) for token in prompt]  # type: ignore[arg-type]
 
 
-def check_prompt(task: Task, environment: Any, tokenizer: Tokenizer, template: TemplateConfig, where: str) -> None:
-    """Raise ConfigError where the task's prompt cannot be rendered. `where` is the key that the task comes from.
+def check_prompt(
+    task: Task, environment: Any, tokenizer: Tokenizer, template: TemplateConfig, where: str
+) -> int | None:
+    """Tokens of the task's prompt. Raises ConfigError where it cannot be rendered. `where` is the key that the task
+    comes from.
 
-    Only the built-in environment says what it will ask; one of a user's is not looked at.
+    Only the built-in environment says what it will ask; one of a user's is not looked at, and gives None.
     """
     if type(environment) is not SingleTurn:
-        return
+        return None
     prompt = environment.prompt(task)
     try:
-        prompt_tokens(prompt, tokenizer, template)
+        return len(prompt_tokens(prompt, tokenizer, template))
     except ModelFolderError as error:
         why = error.rule if error.value is None else f"{error.rule}: {error.value}"
         raise ConfigError(
@@ -50,6 +53,18 @@ def check_prompt(task: Task, environment: Any, tokenizer: Tokenizer, template: T
             why,
             error.remedy,
         ) from error
+
+
+def check_lengths(lengths: Sequence[int | None], where: str, max_context: int) -> None:
+    """Raise ConfigError where none of the prompts leaves room for a token. Of single ones an episode's failure
+    tells."""
+    if lengths and all(length is not None and length >= max_context for length in lengths):
+        known = [length for length in lengths if length is not None]
+        raise ConfigError(
+            "a prompt leaves room for a completion within engine.max_context",
+            f"the first prompts of {where} have {min(known):,} tokens and more, engine.max_context = {max_context:,}",
+            "raise engine.max_context, or shorten the prompts",
+        )
 
 
 def shown_messages(messages: Any) -> str:

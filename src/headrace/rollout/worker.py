@@ -34,7 +34,7 @@ from headrace.references import made, resolve, spot_of
 from headrace.rollout.asked import Asked, checked
 from headrace.rollout.base import Completion, EpisodeRequest, turn_seed
 from headrace.rollout.config import EnvironmentConfig, TaskConfig
-from headrace.rollout.prompts import CHECKED_TASKS, check_prompt, prompt_tokens
+from headrace.rollout.prompts import CHECKED_TASKS, check_lengths, check_prompt, prompt_tokens
 from headrace.rollout.tasks import TaskList, load_tasks
 from headrace.tokenizer import Tokenizer
 from headrace.workers import AskController, Pool, call_user, serve
@@ -92,6 +92,8 @@ class CheckPrompt(Record):
 @message
 class PromptChecked(Record):
     problem: Failed | None = None
+    length: int | None = None
+    """Tokens of the prompt, where it is known."""
 
 
 # ── The worker's side ────────────────────────────────────────────────────────────────────────────────────
@@ -126,10 +128,12 @@ class _Episodes:
             return TaskList()
         if isinstance(body, CheckPrompt):
             try:
-                check_prompt(body.task, self._environment, self._tokenizer, self._config.template, body.where)
+                length = check_prompt(
+                    body.task, self._environment, self._tokenizer, self._config.template, body.where
+                )
             except InputError as error:
                 return PromptChecked(problem=error_to_record(0, error))
-            return PromptChecked()
+            return PromptChecked(length=length)
         assert isinstance(body, RunEpisode)
         policy = _WorkerPolicy(self._config, self._tokenizer, ask)
         try:
@@ -319,12 +323,15 @@ class WorkerRollouts:
             raise error_from_record(reply.problem)
         return tuple(found)
 
-    async def check_prompts(self, tasks: Sequence[Task], where: str) -> None:
-        """Raises ConfigError where the prompt of one of the first tasks cannot be rendered."""
+    async def check_prompts(self, tasks: Sequence[Task], where: str, max_context: int) -> None:
+        """Raises ConfigError where the prompt of one of the first tasks cannot be rendered, or all are too long."""
+        lengths: list[int | None] = []
         for task in tasks[:CHECKED_TASKS]:
             reply = await self._pool.run(CheckPrompt(task=task, where=where))
             if reply.problem is not None:
                 raise error_from_record(reply.problem)
+            lengths.append(reply.length)
+        check_lengths(lengths, where, max_context)
 
     async def run(self, request: EpisodeRequest) -> Episode:
         started, begun = time.time(), time.monotonic()

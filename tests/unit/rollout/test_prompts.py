@@ -11,7 +11,7 @@ from tokenizers import models, pre_tokenizers
 from headrace.errors import ConfigError
 from headrace.records import Task
 from headrace.rollout.config import TemplateConfig
-from headrace.rollout.prompts import check_prompt, prompt_tokens, shown_messages
+from headrace.rollout.prompts import check_lengths, check_prompt, prompt_tokens, shown_messages
 from headrace.rollout.single_turn import SingleTurn
 from headrace.tokenizer import Tokenizer
 
@@ -58,9 +58,21 @@ def test_a_prompt_in_order_and_a_users_environment_are_let_through(tokenizer):
         pass
 
     task = Task(id="0", prompt=[{"role": "tool", "content": "b"}])
-    check_prompt(task, Mine(), tokenizer, SETTINGS, "tasks")
-    check_prompt(task, None, tokenizer, SETTINGS, "tasks")
-    check_prompt(Task(id="0", prompt="a"), SingleTurn(chat=True), tokenizer, SETTINGS, "tasks")
+    assert check_prompt(task, Mine(), tokenizer, SETTINGS, "tasks") is None
+    assert check_prompt(task, None, tokenizer, SETTINGS, "tasks") is None
+    assert check_prompt(Task(id="0", prompt="a"), SingleTurn(chat=True), tokenizer, SETTINGS, "tasks") == 3
+
+
+def test_prompts_are_refused_where_none_of_the_first_leaves_room_for_a_token():
+    check_lengths([40, 31, 50], "tasks", 32)
+    check_lengths([40, None], "tasks", 32)
+    check_lengths([], "tasks", 32)
+    with pytest.raises(ConfigError) as caught:
+        check_lengths([40, 32], "evaluation.tasks", 32)
+    assert (
+        caught.value.value
+        == "the first prompts of evaluation.tasks have 32 tokens and more, engine.max_context = 32"
+    )
 
 
 def test_long_conversations_are_shown_by_their_beginning():
