@@ -62,7 +62,8 @@ def check_lengths(lengths: Sequence[int | None], where: str, max_context: int) -
         known = [length for length in lengths if length is not None]
         raise ConfigError(
             "a prompt leaves room for a completion within engine.max_context",
-            f"the first prompts of {where} have {min(known):,} tokens and more, engine.max_context = {max_context:,}",
+            f"the first prompts of {where} have {min(known):,} tokens and more, "
+            f"engine.max_context = {max_context:,}",
             "raise engine.max_context, or shorten the prompts",
         )
 
