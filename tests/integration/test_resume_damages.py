@@ -255,7 +255,8 @@ class Damage:
     instead: str = ""
 
 
-OLDEST, NEWEST = "(SELECT MIN(version) FROM checkpoints)", "(SELECT MAX(version) FROM checkpoints)"
+NEWEST = "(SELECT MAX(version) FROM checkpoints)"
+OLDER = "(SELECT version FROM checkpoints ORDER BY version DESC LIMIT 1 OFFSET 1)"
 LOST = r"ledger.*(empty|lost|has its tables).*restore it and the file ledger.sqlite-wal"
 DAMAGES = [
     Damage("the -wal file is gone", without_wal, LOST),
@@ -264,7 +265,7 @@ DAMAGES = [
     Damage("flipped bits in the ledger", flipped_ledger, r"sound SQLite file.*damaged.*restore"),
     Damage("the ledger is another file", no_sqlite, r"sound SQLite file.*damaged.*restore"),
     Damage("all versions deleted", sql("DELETE FROM versions"), r"which the ledger does not have.*--from 0"),
-    Damage("the newest versions deleted", sql(f"DELETE FROM versions WHERE number > {OLDEST}"),
+    Damage("the newest versions deleted", sql(f"DELETE FROM versions WHERE number > {OLDER}"),
            r"--from OLD", "old"),
     Damage("no sessions", sql("DELETE FROM sessions"), r"ledger.*older than the run"),
     Damage("an older ledger", older_ledger, r"older than the run.*--from OLD", "old"),

@@ -95,8 +95,8 @@ def evaluated_later(run: Path) -> None:
 
 
 FORGERIES: dict[str, tuple[Apply, str]] = {
-    "the result raised": (on_summary(eval_after=0.99), "it has eval_before and eval_after"),
-    "the result before training lowered": (on_summary(eval_before=0.0), "it has eval_before and eval_after"),
+    "the result raised": (on_summary(eval_after=0.99), "it has eval_after 0.99, its evaluations"),
+    "the result before training lowered": (on_summary(eval_before=0.0), "it has eval_before 0.0, its evaluations"),
     "an evaluation left out of the summary": (
         on_json("summary.json", lambda summary: summary["evaluations"].pop(1)),
         "it lacks the evaluation of step 4",
