@@ -56,19 +56,27 @@ def test_messages_that_a_template_cannot_render_cost_their_episodes_only(own_mod
     assert set(summary["ledger"]["dropped"]) == {"chat_template"}
 
 
+SCORERS_MARK = """
+import os
+from pathlib import Path
+if os.environ.get("HEADRACE_CHILD", "").startswith("scorer"):  # scorers start together with trainer and engines
+    Path("a-scorer-started").touch()
+"""
+
+
 @pytest.mark.parametrize("key", ["tasks", "evaluation.tasks"])
 def test_first_messages_that_a_template_cannot_render_are_refused_before_a_model_is_loaded(
     own_model: Project, key: str
 ) -> None:
     (own_model.path / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    (own_model.path / "user.py").write_text(CHATS)
+    (own_model.path / "user.py").write_text(CHATS + SCORERS_MARK)
     done = own_model.headrace("train", "config.toml", "--set", f"{key}={{type='python', source='user.py:early'}}")
     assert done.returncode == 2, done.stderr
     told = " ".join(done.stderr.split())
     assert f"not those of task 't7' of {key}, which are {{role: 'nobody', content: 'w1 w2'}}" in told
     assert "the chat template in chat_template.jinja must render these messages: UndefinedError" in told
-    logs = {file.name.partition("-")[0] for file in (own_model.run / "logs").iterdir()}
-    assert logs == {"environment"}
+    assert not own_model.run.exists()
+    assert not (own_model.path / "a-scorer-started").exists()
 
 
 def test_the_settings_of_a_template_reach_prompts_and_the_audit(own_model: Project) -> None:

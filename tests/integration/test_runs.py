@@ -375,7 +375,10 @@ def test_failures_and_users_metrics_are_where_people_look(project):
     settings = [part for word in words for part in ("--set", word)]
     done = project.headrace("train", "config.toml", "--set", "training.steps=6", *settings)
     assert done.returncode == 0, done.stderr
-    assert "of 12 completions failed and are not in it (scorer_error: KeyError: 'answer')" in done.stderr
+    assert (
+        "of 12 completions failed and are not in it (scorer_error: KeyError: 'answer' (moody.py, line "
+        in done.stderr
+    )
     assert "training episodes fail: " in done.stderr
     assert "held-out reward" in done.stderr
     assert "accuracy" not in done.stdout + done.stderr
