@@ -206,7 +206,7 @@ def test_no_training_task_has_the_numbers_of_a_held_out_one(largest: int) -> Non
     assert asked == [task.prompt[0]["content"] for task in itertools.islice(training_tasks(largest), 3000)]
 
 
-@pytest.mark.parametrize(("name", "episodes"), [("cpu", 64), ("gpu", 256)])
+@pytest.mark.parametrize(("name", "episodes"), [("cpu", 128), ("gpu", 256)])
 def test_the_configurations_are_what_headrace_accepts(
     name: str, episodes: int, weights: Path, prepare: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
