@@ -11,7 +11,7 @@ GPU_NEEDS := $(if $(filter file,$(origin PYTHON)),$(VENV)/.installed)
 
 help:
 	@echo "make train   the quickstart: asynchronous GRPO on this machine, about a minute after installation"
-	@echo "make train-smollm2   a real chat model learns sums on this machine, about a quarter of an hour"
+	@echo "make train-smollm2   a real chat model, trained on sums on this machine"
 	@echo "make test    all tests that need no GPU"
 	@echo "make test-full   also those that take minutes"
 	@echo "make test-gpu    those that need a GPU; HALF=1 or HALF=2 for one of two halves of nine minutes at most"
