@@ -7,10 +7,11 @@ RUN := $(VENV)/bin
 GPU_PYTHON := $(if $(filter file,$(origin PYTHON)),$(RUN)/python,$(PYTHON))
 GPU_NEEDS := $(if $(filter file,$(origin PYTHON)),$(VENV)/.installed)
 
-.PHONY: train test test-full test-gpu lint check clean help
+.PHONY: train train-smollm2 test test-full test-gpu lint check clean help
 
 help:
 	@echo "make train   the quickstart: asynchronous GRPO on this machine, about a minute after installation"
+	@echo "make train-smollm2   a real chat model, trained on sums on this machine"
 	@echo "make test    all tests that need no GPU"
 	@echo "make test-full   also those that take minutes"
 	@echo "make test-gpu    those that need a GPU; HALF=1 or HALF=2 for one of two halves of nine minutes at most"
@@ -25,6 +26,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 train: $(VENV)/.installed
 	$(RUN)/python examples/quickstart/prepare.py runs/quickstart-model
 	$(RUN)/headrace train examples/quickstart/quickstart.toml --overwrite
+
+train-smollm2: $(VENV)/.installed
+	$(RUN)/python examples/smollm2/prepare.py runs/smollm2-model
+	$(RUN)/headrace train examples/smollm2/cpu.toml --overwrite
+	$(RUN)/python benchmarks/smollm2.py runs/smollm2-cpu
 
 test: $(VENV)/.installed
 	$(RUN)/python -m pytest tests --ignore=tests/gpu -m "not full" --numprocesses=2 --dist=worksteal $(ARGS)

@@ -28,6 +28,7 @@ COMMANDS = {
     "memory_plan": "python benchmarks/memory_plan.py",
     "learning": "python benchmarks/learning/study.py report runs/learning",
     "quickstart_seeds": "python benchmarks/quickstart_seeds.py",
+    "smollm2": "make train-smollm2; python benchmarks/smollm2.py runs/smollm2-cpu --json",
     "sync-h200-steps": "headrace bench sync --set parts=steps --json",
     "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",
 }
