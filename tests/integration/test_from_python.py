@@ -117,7 +117,7 @@ def test_a_notebooks_run_uses_its_cells_is_interrupted_and_goes_on(project: Proj
     out, err = run.communicate(timeout=120)
     assert (out, run.returncode) == ("next cell False\n", 0), err
     done = project.steps_done()
-    assert sorted(path.name.partition("_")[0] for path in (project.run / "interactive").iterdir()) == [
+    assert sorted(path.name.partition("_")[0] for path in (project.run / "interactive").glob("*.py")) == [
         "Scorer",
         "once",
         "tasks",

@@ -6,6 +6,7 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +120,21 @@ def _version(run: Path, number: int) -> Path:
     return run / "versions" / f"{number:07d}.safetensors"
 
 
+def _published_pair(run: Path) -> tuple[int, int]:
+    """Two versions after each other that the last session published, so that tokens were sampled under them."""
+    events = load(run / "events.jsonl")
+    begun = max(place for place, event in enumerate(events) if event["kind"] == "started")
+    numbers = [event["version"] for event in events[begun:] if event["kind"] == "published"]
+    return next(pair for pair in pairwise(numbers) if pair[1] == pair[0] + 1)
+
+
+def _copy_the_one_before(run: Path) -> None:
+    before, after = _published_pair(run)
+    shutil.copy(_version(run, before), _version(run, after))
+
+
 def _exchange_versions(run: Path) -> None:
-    one, other = _version(run, 12), _version(run, 13)
+    one, other = (_version(run, number) for number in _published_pair(run))
     first, second = one.read_bytes(), other.read_bytes()
     one.write_bytes(second)
     other.write_bytes(first)
@@ -128,9 +142,10 @@ def _exchange_versions(run: Path) -> None:
 
 def _exchange_with_events(run: Path) -> None:
     """Two kept versions have each other's weights, and so it was published."""
+    pair = _published_pair(run)
     _exchange_versions(run)
     events = load(run / "events.jsonl")
-    one, other = (next(e for e in events if e["kind"] == "published" and e["version"] == v) for v in (12, 13))
+    one, other = (next(e for e in events if e["kind"] == "published" and e["version"] == v) for v in pair)
     one["checksum"], other["checksum"] = other["checksum"], one["checksum"]
     save(run / "events.jsonl", events)
 
@@ -165,13 +180,13 @@ def _keep_beyond(run: Path) -> None:
 WEIGHTS = [
     Tampering(
         "a kept version is a copy of the one before",
-        lambda run: shutil.copy(_version(run, 12), _version(run, 13)) and None,
+        _copy_the_one_before,
         True,
     ),
     Tampering("two kept versions exchanged", _exchange_versions, True),
     Tampering("two kept versions exchanged, their checksums in the events too", _exchange_with_events, True),
     Tampering("all kept versions are the first", _all_the_same, True),
-    Tampering("one kept version deleted", lambda run: _version(run, 12).unlink(), True),
+    Tampering("one kept version deleted", lambda run: _version(run, _published_pair(run)[0]).unlink(), True),
     Tampering("a kept version invented that the ledger does not know", _keep_beyond, True),
     Tampering(
         "one weight of a kept version changed by a millionth",
