@@ -33,6 +33,14 @@ COMMANDS = {
     "sync-h200": "headrace bench sync --set parts=adapter,steps,ipc --json",
 }
 """By the result's file, or by the benchmark."""
+TRIALS = {
+    "tamperings": "HEADRACE_RESULTS=benchmarks/results make test-full ARGS=tests/integration/audit",
+    "newcomer-mistakes": "HEADRACE_RESULTS=benchmarks/results make test",
+    "resume-damages": "HEADRACE_RESULTS=benchmarks/results make test",
+    "template-refusals": "HEADRACE_RESULTS=benchmarks/results make test",
+    "templates": "HEADRACE_RESULTS=benchmarks/results make test",
+}
+"""Results of tests that are counted: their files have a row for each, the page has the figures alone."""
 
 
 def number(value: Any) -> str:
@@ -81,12 +89,13 @@ def pages() -> dict[Path, str]:
 
 def section(name: str, result: dict[str, Any], picture: str | None = None) -> list[str]:
     """One result: how it was obtained, its rows and its figures."""
-    command = COMMANDS.get(name) or COMMANDS[result["bench"]]
+    command = COMMANDS.get(name) or TRIALS.get(name) or COMMANDS[result["bench"]]
     machine = ", ".join(f"{key} {value}" for key, value in result["hardware"].items())
     lines = [f"## {name}", "", f"`{command}` · {machine}", "", f"{result['date']}, commit {result['commit']}.", ""]
     if picture is not None:
         lines += [f"![decode steps beside their limit](images/{picture})", ""]
-    lines += [*table(result["rows"]), ""]
+    if name not in TRIALS:
+        lines += [*table(result["rows"]), ""]
     return [*lines, *table([{"figure": key, "value": value} for key, value in result["figures"].items()]), ""]
 
 
